@@ -4,9 +4,8 @@ A memory file has no name, and is sealed: nobody can cut it, so that reading it 
 process's takes its user, host and pid namespace, and that it is dumpable (``prctl(2)``), or else the capability
 CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the reasons.
 
-**Slots** are the owner's slabs: for weights, which workers read, and for collectors' batches, which they write. They
-are in a :class:`SlotPool`, and may be used again when nothing can touch them any more. A worker is sent a
-:class:`Lease` of one, and has its mappings in :class:`Attachments`::
+**Slots** are the owner's slabs, which workers read. They are in a :class:`SlotPool`, and may be used again when nothing
+can touch them any more. A worker is sent a :class:`Lease` of one, and has its mappings in :class:`Attachments`::
 
     slot = pool.acquire(layout)                  # a slab like any other
     lease = pool.lease(slot)                     # travels to the worker
@@ -276,7 +275,7 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again, and that workers may write."""
+    """Slots that can be used again."""
 
     _inodes: tuple[int, ...] | None = None
 
@@ -295,13 +294,6 @@ class SlotPool(SlabPool):
         """What workers need to use this slot of the pool."""
         assert isinstance(slot, Slot)
         return Lease(slot.file.place, self.inodes, slot.mapped)
-
-    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        file = MemoryFile.create(layout.nbytes)
-        file.seal()
-        slot = Slot(layout, self, file, file.tensor())
-        self._inodes = None
-        return slot
 
     def _drop(self, slab: Slab) -> None:
         self._inodes = None

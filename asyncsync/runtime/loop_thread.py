@@ -135,12 +135,12 @@ class Call:
     waiting without end.
     """
 
-    def __init__(self, make: Make[Any], on_end: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, make: Make[Any], on_end: Callable[[], object] | None = None) -> None:
         self.done = False  # nor is it when it is merely cancelled
         self.thread: LoopThread | None = None
         self._make = make
         self._task: asyncio.Task[Any] | None = None
-        self._daemon = _daemon()
+        self._caller = threading.current_thread()
         self._value: Any = None
         self._error: BaseException | None = None
         self._on_end = on_end  # called in the loop's thread
@@ -181,14 +181,15 @@ class Call:
         thread.calls.discard(self)
         thread.end_if_idle()
         if error is not None and thread.exiting:
-            if self._daemon is not None:
-                error = _end(self._daemon)
+            if _is_daemon(self._caller):
+                error = _end(self._caller)
             elif isinstance(error, asyncio.CancelledError):
                 error = RuntimeError("the process is exiting, so asyncsync's event loop has ended")
         self._value, self._error = value, error
         self.done = True
         self._arrived.release()
-        self._on_end()
+        if self._on_end is not None:
+            self._on_end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until it has ended; False if it has not after so many seconds."""
@@ -262,8 +263,8 @@ def is_here() -> bool:
 
 def check_exit() -> None:
     """End the calling thread silently if it is a daemon and the process ends."""
-    if _exiting and (daemon := _daemon()) is not None and running_loop() is None:
-        raise _end(daemon)
+    if _exiting and _is_daemon(thread := threading.current_thread()) and running_loop() is None:
+        raise _end(thread)
 
 
 def run(make: Make[T]) -> T:
@@ -350,10 +351,8 @@ _leaving: set[threading.Thread] = set()  # the user's daemons that a call has en
 _is_late = False  # for those that have not been ended yet
 
 
-def _daemon() -> threading.Thread | None:
-    """The calling thread, if it is a daemon."""
-    thread = threading.current_thread()
-    return thread if thread.daemon and thread is not threading.main_thread() else None
+def _is_daemon(thread: threading.Thread) -> bool:
+    return thread.daemon and thread is not threading.main_thread()
 
 
 def _end(thread: threading.Thread) -> SystemExit:

@@ -226,7 +226,7 @@ class Slab:
 
     def show_to_children(self) -> None:
         """Of memory that forked children share: do not use it again after a fork, as a child may read it for ever."""
-        self.forks = _forks
+        self.forks = forks
 
     def reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
@@ -354,7 +354,7 @@ class SlabPool:
                 notify()
 
     def _keep(self, slab: Slab) -> None:
-        if slab.forks is not None and slab.forks != _forks:
+        if slab.forks is not None and slab.forks != forks:
             self._drop(slab)
             return
         self._spare.append(slab)
@@ -365,12 +365,12 @@ class SlabPool:
         """A slab that will not be used again."""
 
 
-_forks = 0  # of this process, counted before each and, here, after it
+forks = 0  # of this process, counted before each and, here, after it
 
 
 def _count_fork() -> None:
-    global _forks
-    _forks += 1
+    global forks
+    forks += 1
 
 
 os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.group import Family, Reports
+from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Stopped, pickled
 from asyncsync.collectors.workers.worker import Message, Worker
 from asyncsync.runtime.threads import elsewhere
@@ -42,10 +42,8 @@ class NodeFamily(Family):
         self.restarts = whole("restarts", restarts, 0)
         self.where: dict[int, str] = {}
 
-    def open(
-        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
-    ) -> bytes:
-        self.call_soon = call_soon
+    def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes:
+        self.call_soon = group.call_soon
         common = pickled((replay_buffer, schemes))
         self.prepare()
         return common

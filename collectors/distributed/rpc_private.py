@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed import autograd, rpc
+
+_rpc: Any = rpc
+_autograd: Any = autograd
+
 
 def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
     """Start this process's RPC agent, in a group that others join when they come. Blocks until those that are there
     know it. Raises RuntimeError: it has one already, or others do not answer."""
-    from torch.distributed import autograd, rpc
-
-    own: Any = rpc
-    gradients: Any = autograd
-    gradients._init(rank)
-    own._set_profiler_node_id(rank)
-    own._init_rpc_backend(own.BackendType.TENSORPIPE, store, name, rank, None, options)
+    _autograd._init(rank)
+    _rpc._set_profiler_node_id(rank)
+    _rpc._init_rpc_backend(_rpc.BackendType.TENSORPIPE, store, name, rank, None, options)
 
 
 def leave() -> None:
     """Have this process's RPC agent expect that others end their connections: it logs no warning of that. Blocks until
     its own calls have been answered."""
-    from torch.distributed import rpc
-
-    rpc._get_current_rpc_agent().join(True)  # type: ignore[attr-defined]
+    _rpc._get_current_rpc_agent().join(True)
 
 
 def has_agent() -> bool:
     """Whether this process has an RPC agent."""
-    from torch.distributed import rpc
-
-    return bool(rpc._is_current_rpc_agent_set())  # type: ignore[attr-defined]
+    return bool(_rpc._is_current_rpc_agent_set())

@@ -241,21 +241,17 @@ class GroupCollector(BaseCollector):
         let_workers_begin(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
             buffer.share()
-        follows, specifications = self._announces(), []
-        for factory, own in zip(factories, each_own, strict=True):
-            own.pop("replay_buffer", None)  # travels by itself
-            specification = Specification(
-                kind=given["collector_class"] or Collector,
-                create_env_fn=factory,
-                arguments=own,
-                post_collect_hook=given["post_collect_hook"],
-                init_fn=given["init_fn"],
-                threads=given["num_sub_threads"],
-                follows=follows,
-                timeout=timeout,
-            )
-            specifications.append(pickled(specification))
-        group.start(specifications, self._sender_schemes, buffer)
+        common = {
+            "kind": given["collector_class"] or Collector,
+            "post_collect_hook": given["post_collect_hook"],
+            "init_fn": given["init_fn"],
+            "threads": given["num_sub_threads"],
+            "follows": self._announces(),
+            "timeout": timeout,
+        }
+        pairs = zip(factories, each_own, strict=True)
+        specifications = [Specification(create_env_fn=factory, arguments=own, **common) for factory, own in pairs]
+        group.start([pickled(one) for one in specifications], self._sender_schemes, buffer)
         self._wait_until_built(deadline)
         for index, info in group.infos.items():
             self._arguments.frames[index] = info.frames
@@ -266,16 +262,16 @@ class GroupCollector(BaseCollector):
             self.register_scheme_receiver(given["weight_recv_schemes"])
 
     def _wait_until_built(self, deadline: float) -> None:
-        try:
-            self.group.wait(lambda: len(self.group.infos) == self.num_workers, max(0.0, deadline - time.monotonic()))
-        except AckTimeout as error:
-            if error is self.group.failure:  # a worker's own
-                raise
-            missing = sorted(set(range(self.num_workers)) - set(self.group.infos))
-            raise AckTimeout(
-                f"workers {missing} of this {type(self).__name__} were not ready in time: pass a longer "
-                "connect_timeout, if importing libraries and making environments takes longer"
-            ) from None
+        infos, everybody = self.group.infos, range(self.num_workers)
+
+        def late() -> str:
+            return (
+                f"workers {[worker for worker in everybody if worker not in infos]} of this {type(self).__name__} were "
+                "not ready in time: pass a longer connect_timeout, if importing libraries and making environments "
+                "takes longer"
+            )
+
+        self.group.wait(lambda: len(infos) == self.num_workers, max(0.0, deadline - time.monotonic()), late)
 
     def _connect(self, deadline: float) -> None:
         """Connect both sides at the same time. When the workers fail, this side's attempt is ended."""

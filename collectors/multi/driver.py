@@ -26,7 +26,7 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
-from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import Batch, Places
 from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
@@ -59,24 +59,6 @@ class BatchArguments:
         return self.postproc is not None or self.split_trajs or self.trajectories is not None
 
 
-@dataclass(eq=False)
-class Made:
-    """A batch whose rollouts are done, until its caller has it.
-
-    Attributes:
-        place: where its parts lie.
-        batch: None: it was not assembled yet; or it is finished, and its frames went to a replay buffer, or too few
-            trajectories have ended.
-        is_finished: whether nothing is left to do: the user's code has processed it.
-        is_lost: whether an interruption has struck the user's code.
-    """
-
-    place: SharedPlace
-    batch: TensorDictBase | None = None
-    is_finished: bool = False
-    is_lost: bool = False
-
-
 class Caller:
     """Who wants the next batch.
 
@@ -92,7 +74,7 @@ class Caller:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.has_turn = self.begins = self.is_served = self.is_gone = False
-        self.made: Made | None = None
+        self.made: Batch | None = None
 
 
 class Driver(ABC):
@@ -103,25 +85,25 @@ class Driver(ABC):
         frames: collected so far.
         count: batches before the newest one; -1: there was none.
         random: for a collector that is a worker: whether its trainer wants the policy left out.
-        busy: where the rollout of each worker comes to lie that nobody has taken yet.
+        busy: for each worker, the batch of its rollout that nobody has taken yet.
         left: batches of callers that were interrupted.
         is_free: whether the workers run free.
     """
 
-    _places: list[SharedPlaces]  # where batches come to lie
+    _places: list[Places]  # where batches come to lie
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
         self.random: bool | None = False
-        self.busy: dict[int, SharedPlace] = {}
-        self.left: deque[Made] = deque()
+        self.busy: dict[int, Batch] = {}
+        self.left: deque[Batch] = deque()
         self.is_free = False
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
         self._arguments = arguments
         self._serial = 0
-        self._made: Made | None = None
+        self._made: Batch | None = None
         self._batches_since = [0] * len(arguments.frames)  # each worker's weights
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
         self._callers: set[Caller] = set()
@@ -143,7 +125,7 @@ class Driver(ABC):
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
     @abstractmethod
-    async def produce(self) -> Made:
+    async def produce(self) -> Batch:
         """The next batch. Cancelled, it leaves everything as it is for the next call."""
 
     async def _serve(self, caller: Caller) -> None:
@@ -155,8 +137,8 @@ class Driver(ABC):
                 return
             caller.begins = True
             caller.made = made = self.left.popleft() if self.left else await self.produce()
-            arguments, parts = self._arguments, made.place
-            in_one_piece = made.batch is not None or len(parts.results) == 1 or parts.is_complete
+            arguments = self._arguments
+            in_one_piece = made.value is not None or len(made.results) == 1 or made.is_complete
             takes_long = not made.is_finished and (arguments.processes or not in_one_piece)
             # Trajectories are taken in order, one caller after another.
             caller.has_turn = arguments.trajectories is not None or takes_long
@@ -179,22 +161,23 @@ class Driver(ABC):
             raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return self._is_over()
 
-    def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
+    def _request(self, worker: int, batch: Batch, frames_before: int) -> None:
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
-        self.busy[worker] = place
-        self.group.request(worker, self._serial, random, place.lease)
+        self.busy[worker] = batch
+        self.group.request(worker, self._serial, random, batch.lease)
 
-    def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
-        """The batch of these rollouts, counted."""
-        place.results = results
+    def _done(self, places: Places, batch: Batch, results: list[RolloutResult]) -> Batch:
+        """The batch with these rollouts, counted."""
+        batch.results = results
+        batch.in_place = all(result.in_place for result in results)
         self.frames += sum([result.frames for result in results])
         self.count += 1
         for result in results:
             self._batches_since[result.worker] += 1
-        is_written = self._arguments.replay_buffer is not None
-        if not is_written:
-            places.learn(place)
-        return Made(place, is_finished=is_written)
+        batch.is_finished = self._arguments.replay_buffer is not None  # the workers have written it there
+        if not batch.is_finished:
+            places.learn(batch)
+        return batch
 
     def _is_due(self, worker: int) -> bool:
         interval = self._arguments.max_weight_update_interval
@@ -221,62 +204,59 @@ class Driver(ABC):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until there are no more."""
-        while found := self._next():
+        while not self._is_in_vain():
+            caller = Caller()
+            if any(other.thread == caller.thread for other in list(self._callers)):
+                # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
+                raise RuntimeError(
+                    f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
+                    "cancel that task and await its end"
+                )
+            try:
+                self._callers.add(caller)
+                loop_thread.run(partial(self._serve, caller))
+                if caller.made is None:
+                    return
+                found = [self._finished(caller.made)]
+                caller.made = None
+            except Exception:
+                if caller.begins:  # documented: collection stops
+                    self._collector.shutdown()
+                raise
+            finally:
+                try:
+                    self._leave(caller)
+                except BaseException:  # Ctrl-C
+                    self._leave(caller)
+                    raise
             if found[0] is not None or self._arguments.trajectories is None:
                 yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
-    def _next(self) -> list[TensorDictBase | None]:
-        if self._is_in_vain():
-            return []
-        caller = Caller()
-        if any(other.thread == caller.thread for other in list(self._callers)):
-            # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
-            raise RuntimeError(
-                f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
-                "cancel that task and await its end"
-            )
-        try:
-            self._callers.add(caller)
-            loop_thread.run(partial(self._serve, caller))
-            return [] if caller.made is None else [self._taken(caller, caller.made)]
-        except Exception:
-            if caller.begins:  # documented: collection stops
-                self._collector.shutdown()
-            raise
-        finally:
-            try:
-                self._leave(caller)
-            except BaseException:  # Ctrl-C
-                self._leave(caller)
-                raise
-
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
-        while (batch := await self._next_async()) is None and self._arguments.trajectories is not None:
-            pass
-        return batch
-
-    async def _next_async(self) -> TensorDictBase | None:
-        if self._is_in_vain():
-            raise StopAsyncIteration
-        caller = Caller()
-        try:
-            self._callers.add(caller)
-            await loop_thread.awaitable(partial(self._serve, caller))
-            if (made := caller.made) is not None:
+        while not self._is_in_vain():
+            caller = Caller()
+            try:
+                self._callers.add(caller)
+                await loop_thread.awaitable(partial(self._serve, caller))
+                if (made := caller.made) is None:
+                    break
                 if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
                     await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
-                return self._taken(caller, made)
-        except Exception:
-            if caller.begins:
-                await self._collector.shutdown_elsewhere()
-            raise
-        finally:
-            try:
-                self._leave(caller)
-            except BaseException:  # Ctrl-C
-                self._leave(caller)
+                batch = self._finished(made)
+                caller.made = None
+                if batch is not None or self._arguments.trajectories is None:
+                    return batch
+            except Exception:
+                if caller.begins:
+                    await self._collector.shutdown_elsewhere()
                 raise
+            finally:
+                try:
+                    self._leave(caller)
+                except BaseException:  # Ctrl-C
+                    self._leave(caller)
+                    raise
         raise StopAsyncIteration
 
     def _is_in_vain(self) -> bool:
@@ -286,49 +266,44 @@ class Driver(ABC):
             raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
         return (self._collector.closed or not self.group.is_ours) and self._is_over()
 
-    def assembled(self, place: SharedPlace) -> TensorDictBase:
-        """The batch that lies there."""
-        return place.batch() if place.is_complete else self.together(place.parts())
+    def assembled(self, made: Batch) -> TensorDictBase:
+        """The batch of its rollouts."""
+        return made.shared() if made.is_complete else self.together(made.parts())
 
-    def _taken(self, caller: Caller, made: Made) -> TensorDictBase | None:
-        if not made.is_finished:
-            self._finish(made)
-        made.place.release()
-        caller.made = None
-        return made.batch
-
-    def _finish_for(self, caller: Caller, made: Made) -> None:
+    def _finish_for(self, caller: Caller, made: Batch) -> None:
         """Finish the batch of a coroutine, whose loop may be closed meanwhile."""
         caller.is_served = True
         try:
             if not caller.is_gone:
-                self._finish(made)
+                self._finished(made)
         finally:
             caller.is_served = False
             if caller.is_gone:
                 self._leave(caller)
 
-    def _finish(self, made: Made) -> None:
-        """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
+    def _finished(self, made: Batch) -> TensorDictBase | None:
+        """The batch, assembled and processed by the user's code. An interruption leaves it to the next caller, unless
         it strikes the user's code."""
-        if made.batch is None:
-            made.batch = self.assembled(made.place)
-        in_place = all(result.in_place for result in made.place.results)
-        if self._arguments.processes or not in_place or made.place.has_private:
-            made.is_lost = self._arguments.processes
+        if made.is_finished:
+            return made.value
+        if made.value is None:
+            made.value = self.assembled(made)
+        arguments = self._arguments
+        if arguments.processes or not made.in_place or (made.arrangement is not None and made.arrangement.has_private):
+            made.is_lost = arguments.processes
             try:
                 with self._collector.acting_weights.holds():  # its model may be updated here
-                    arguments = self._arguments
-                    made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
+                    made.value = processed(made.value, arguments.postproc, split_trajs=arguments.split_trajs)
                     if (whole := arguments.trajectories) is not None:
-                        whole.take(made.batch)
-                        made.batch = whole.pop()
+                        whole.take(made.value)
+                        made.value = whole.pop()
                         while (more := whole.pop()) is not None:
-                            self.left.append(Made(SharedPlace(None), more, is_finished=True))
+                            self.left.append(Batch(value=more, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
         made.is_lost = False
+        return made.value
 
     def _leave(self, caller: Caller) -> None:
         """The caller has its batch, or leaves it to the next one. From any thread. Idempotent."""
@@ -340,13 +315,12 @@ class Driver(ABC):
     def _give_up(self, caller: Caller) -> None:
         """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
         made, caller.made = caller.made, None
-        if made is not None and made.is_lost:
-            made.place.release()
-            if (whole := self._arguments.trajectories) is not None and made.batch is not None:
-                whole.lose_rollout(made.batch.get(IDS, None))
-        elif made is not None:
-            add = self.left.append if self._arguments.trajectories is None else self.left.appendleft
+        whole = self._arguments.trajectories
+        if made is not None and not made.is_lost:
+            add = self.left.append if whole is None else self.left.appendleft
             add(made)  # before those that its rollout has made beside it
+        elif made is not None and whole is not None and made.value is not None:
+            whole.lose_rollout(made.value.get(IDS, None))
         if caller.has_turn:
             caller.has_turn = False
             self._turn.release()
@@ -416,15 +390,13 @@ class Driver(ABC):
         if (whole := self._arguments.trajectories) is not None:
             whole.clear()
             for made in [self.left.popleft() for _ in range(len(self.left))]:
-                if made.is_finished:
-                    made.place.release()
-                else:
+                if not made.is_finished:
                     self.left.append(made)
 
     def close(self) -> None:
         """After the workers' end: drop what was under way, and all places."""
         for places in self._places:
-            places.close()
+            places.arrange(None)
         self._made = None
         self.left.clear()
         self.busy = {}
@@ -445,7 +417,7 @@ class AsyncDriver(Driver):
         super().__init__(*arguments)
         self._places = [self.group.places([worker], -1) for worker in range(len(self._arguments.frames))]
 
-    async def produce(self) -> Made:
+    async def produce(self) -> Batch:
         results = self.group.results
         if self._made is None:
             for worker in range(len(self._places)):
@@ -453,7 +425,7 @@ class AsyncDriver(Driver):
             result = await self.group.until(lambda: results.popleft() if results else None)
             worker = result.worker
             self._made = self._done(self._places[worker], self.busy.pop(worker), [result])
-        worker = self._made.place.results[0].worker
+        worker = self._made.results[0].worker
         if self._is_due(worker):
             await self._update([worker])
         self._ask_if_wanted(worker)
@@ -465,7 +437,7 @@ class AsyncDriver(Driver):
         frames = self.frames + sum([self._arguments.frames[other] for other in self.busy])
         if worker not in self.busy and frames < self._arguments.total_frames:
             self._serial += 1
-            self._request(worker, SharedPlace(self._places[worker].slots), frames)
+            self._request(worker, self._places[worker].take(), frames)
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
@@ -488,20 +460,20 @@ class SyncDriver(Driver):
     def split(frames: int, count: int) -> list[int]:
         return [rounded_up("frames_per_batch", frames, "the number of workers", count) // count] * count
 
-    async def produce(self) -> Made:
+    async def produce(self) -> Batch:
         if not self.busy:
             if any(self._is_due(worker) for worker in self._workers):
                 await self._update(None)
-            place = SharedPlace(self._places[0].slots)
+            batch = self._places[0].take()
             self._serial += 1
             for worker in self._workers:
-                self._request(worker, place, self.frames)
-        place = self.busy[0]
+                self._request(worker, batch, self.frames)
+        batch = self.busy[0]
         await self.group.until(self._are_done)
         results = sorted(self.group.results, key=lambda result: result.worker)
         self.group.results.clear()
         self.busy = {}
-        return self._done(self._places[0], place, results)
+        return self._done(self._places[0], batch, results)
 
     def _free_batch(self) -> int | None:
         # Whole trajectories are written when they have ended: rollouts do not have the same number of frames.
@@ -515,17 +487,17 @@ class SyncDriver(Driver):
             self.group.page.cut(self._serial)
         return done == count
 
-    def assembled(self, place: SharedPlace) -> TensorDictBase:
-        if self._dim is not None or not place.is_complete:
-            return super().assembled(place)
-        batch = place.batch()
-        for part, missing in zip(batch, place.missing, strict=True):
-            if missing:  # the rollout was cut before: frames of an earlier batch lie there
-                lacking = part[..., -missing:]
+    def assembled(self, made: Batch) -> TensorDictBase:
+        if self._dim is not None or not made.is_complete:
+            return super().assembled(made)
+        batch = made.shared()
+        for part, result in zip(batch, made.results, strict=True):
+            if result.steps < part.batch_size[-1]:  # the rollout was cut before: frames of an earlier batch lie there
+                lacking = part[..., result.steps :]
                 lacking.zero_()
                 if (ids := lacking.get(IDS, None)) is not None:
                     ids.fill_(-1)
-        return self._masked(batch, [result.steps for result in place.results])
+        return self._masked(batch, [result.steps for result in made.results])
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         if self._dim is not None:

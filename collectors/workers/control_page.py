@@ -26,16 +26,15 @@ from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
 
-_STOP, _PAUSE, _CUT, _TRAJECTORIES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 16
+STOP, PAUSE, CUT, TRAJECTORIES, COUNTED, NEWEST = 0, 1, 2, 3, 4, 16
 
 _opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
 
 
 class Wishes(NamedTuple):
-    """What a control page says to one worker."""
+    """What a control page says to one worker that goes on: its end is a message of its own."""
 
-    stop: int
-    paused: bool
+    paused: int
     cut: int
     counted: int
     newest: int
@@ -79,62 +78,51 @@ class ControlPage:
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
-    paused = _Number(_PAUSE)  # whether workers stand still before their next step
-    counted = _Number(_COUNTED)  # versions of the policy that reached the workers without a scheme
+    stopped = _Number(STOP)  # whether all workers end before their next step; 2: and leave their environments open
+    paused = _Number(PAUSE)  # whether workers stand still before their next step
+    counted = _Number(COUNTED)  # versions of the policy that reached the workers without a scheme
 
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
-        self.numbers[_STOP] = 1 if close_env else 2
-        self.on_change()
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self.numbers[_STOP])
+        self.stopped = 1 if close_env else 2
 
     @property
     def closes_env(self) -> bool:
         """Whether a worker that ends closes its environment."""
-        return self.numbers[_STOP] != 2
+        return self.stopped != 2
 
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
-        self.numbers[_CUT] = serial
+        self.numbers[CUT] = serial
         self.on_change()
 
     def is_cut(self, serial: int) -> bool:
-        return self.numbers[_CUT] >= serial
-
-    def interrupts(self, serial: int, counted: int) -> bool:
-        """Whether a worker that does this rollout, and knows of so many counted versions, is to stop, to pause, to end
-        the rollout, or to count anew."""
-        numbers = self.numbers
-        return bool(numbers[_STOP] or numbers[_PAUSE] or numbers[_CUT] >= serial or numbers[_COUNTED] != counted)
+        return self.numbers[CUT] >= serial
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""
-        for index in (_NEWEST + worker for worker in workers):
+        for index in (NEWEST + worker for worker in workers):
             self.numbers[index] = max(self.numbers[index], version)
         self.on_change()
 
     def newest(self, worker: int) -> int:
-        return self.numbers[_NEWEST + worker]
+        return self.numbers[NEWEST + worker]
 
     def count(self) -> None:
         """Add one to :attr:`counted`."""
         with self._lock:
-            self.numbers[_COUNTED] += 1
+            self.numbers[COUNTED] += 1
         self.on_change()
 
     def wishes(self, worker: int) -> Wishes:
         """What this page says to a worker."""
         numbers = self.numbers
-        return Wishes(numbers[_STOP], bool(numbers[_PAUSE]), numbers[_CUT], numbers[_COUNTED], self.newest(worker))
+        return Wishes(numbers[PAUSE], numbers[CUT], numbers[COUNTED], self.newest(worker))
 
     def heed(self, worker: int, wishes: Wishes) -> None:
         """Write what the trainer's page says to this worker."""
         numbers = self.numbers
-        numbers[_PAUSE], numbers[_CUT], numbers[_COUNTED] = wishes.paused, wishes.cut, wishes.counted
-        numbers[_STOP] = numbers[_STOP] or wishes.stop
+        numbers[PAUSE], numbers[CUT], numbers[COUNTED] = wishes.paused, wishes.cut, wishes.counted
         self.publish(wishes.newest, [worker])
 
     # -- written by all -----------------------------------------------------------------------------------------------
@@ -142,8 +130,8 @@ class ControlPage:
     def advance_trajectories(self, n: int, least: int = 0) -> int:
         """Draw ``n`` identifiers, none below ``least``; returns the first."""
         with self._locked():
-            first = max(self.numbers[_TRAJECTORIES], least)
-            self.numbers[_TRAJECTORIES] = first + n
+            first = max(self.numbers[TRAJECTORIES], least)
+            self.numbers[TRAJECTORIES] = first + n
         return first
 
     @contextmanager

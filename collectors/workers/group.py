@@ -35,12 +35,11 @@ from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
-from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, Places
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.remote_calls import RemoteCallCore
-from asyncsync.transports.shared_memory import Lease
 
 logger = logging.getLogger("asyncsync")
 
@@ -97,12 +96,9 @@ class Family(ABC):
     restarts = 0
 
     @abstractmethod
-    def open(
-        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
-    ) -> bytes | None:
-        """Prepare what so many workers need, in the thread that constructs the collector; it may wait. ``call_soon``
-        calls a function on the loop thread, from any thread. Returns the pickled replay buffer and schemes, if a worker
-        is not given them otherwise."""
+    def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes | None:
+        """Prepare what the workers of this group need, in the thread that constructs the collector; it may wait.
+        Returns the pickled replay buffer and schemes, if a worker is not given them otherwise."""
 
     @abstractmethod
     def start(self, rank: int, reports: Reports) -> None:
@@ -223,7 +219,7 @@ class WorkerGroup:
         self._writes = replay_buffer is not None
         self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
-        self._common = self.family.open(len(specifications), self.call_soon, self.page, replay_buffer, schemes)
+        self._common = self.family.open(self, replay_buffer, schemes)
         loop_thread.run(self._begin)
         for member in self._members:
             self._launch(member)
@@ -287,12 +283,14 @@ class WorkerGroup:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+    async def until(
+        self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
+    ) -> T:
         """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
         come.
 
-        Raises AckTimeout: not within the timeout (seconds); ClosedError: the group was ended meanwhile; BaseException:
-        what a worker raised, or PeerLost if it has died.
+        Raises AckTimeout: not within the timeout (seconds), with the message ``late()``; ClosedError: the group was
+        ended meanwhile; BaseException: what a worker raised, or PeerLost if it has died.
         """
         with move_on_after(timeout):
             while True:
@@ -302,12 +300,15 @@ class WorkerGroup:
                 if result := met():
                     return result
                 await self._changed.wait()
-        raise AckTimeout(f"the workers of this {self._owner} did not answer within {timeout:g} s")
+        message = f"the workers of this {self._owner} did not answer within {timeout:g} s" if late is None else late()
+        raise AckTimeout(message)
 
-    def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+    def wait(
+        self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
+    ) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
         self.check()
-        return loop_thread.run(lambda: self.until(met, timeout))
+        return loop_thread.run(lambda: self.until(met, timeout, late))
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on the loop thread, from any thread; not after the end."""
@@ -325,7 +326,7 @@ class WorkerGroup:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+    def places(self, workers: Sequence[int], dim: int | None) -> Places:
         """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
         stacked, first). A batch of a worker that shares no memory comes by value."""
 
@@ -333,7 +334,7 @@ class WorkerGroup:
             for index, worker in enumerate(workers):
                 self._send(self._members[worker], ("learn", arrangement, index))
 
-        return SharedPlaces(dim, teach)
+        return Places(dim, teach)
 
     def request(self, worker: int, serial: int, random: bool, lease: Lease | None = None) -> None:
         """Request a rollout of a worker, into a place with this lease; returns at once. ``random``: with random actions
@@ -344,16 +345,6 @@ class WorkerGroup:
             if not self.family.shares_memory:
                 self._tell(member, at_once=True)  # of a pause that has begun, above all
             self._send(member, request)
-
-    def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
-        member.requests.popleft()
-        member.unrecorded -= 1
-        if self._writes:
-            self.frames += result.frames
-        if member.is_free:
-            self._go_on(member)
-        else:
-            self.results.append(result)
 
     def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
@@ -448,8 +439,21 @@ class WorkerGroup:
     ) -> list[Any]:
         """:meth:`ask`, with arguments of each worker's own."""
         self.check()
-        pickled = {worker: dumps(given) for worker, given in arguments.items()}
-        calls = loop_thread.run(lambda: self._answered(name, pickled, timeout))
+        calls = [_Call(worker, name, dumps(given), next(self._numbers)) for worker, given in arguments.items()]
+
+        def late() -> str:
+            worker = next(call.worker for call in calls if call.answer is None)
+            return (
+                f"worker {worker} did not answer ({name}) in time. It answers between two rollouts, and will still "
+                "carry out the call: pass a longer timeout="
+            )
+
+        async def answered() -> None:
+            for call in calls:
+                self._ask(call)
+            await self.until(lambda: all(call.answer for call in calls), timeout, late)
+
+        loop_thread.run(answered)
         answers = []
         for call in calls:
             assert call.answer is not None
@@ -458,22 +462,6 @@ class WorkerGroup:
                 raise failure.error(f"worker {call.worker}")
             answers.append(loads(result))
         return answers
-
-    async def _answered(self, name: str, arguments: Mapping[int, bytes], timeout: float) -> list[_Call]:
-        calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
-        for call in calls:
-            self._ask(call)
-        try:
-            await self.until(lambda: all(call.answer for call in calls), timeout)
-        except AckTimeout as error:
-            if error is self.failure:  # a worker's own
-                raise
-            late = next(call.worker for call in calls if call.answer is None)
-            raise AckTimeout(
-                f"worker {late} did not answer ({name}) in time. It answers between two rollouts, and will still carry "
-                "out the call: pass a longer timeout="
-            ) from None
-        return calls
 
     def _ask(self, call: _Call) -> None:
         member = self._members[call.worker]
@@ -515,8 +503,15 @@ class WorkerGroup:
             case _ if self.ending:
                 pass
             case "result", in_place, steps, frames, layout, payload:
-                load = partial(self.family.batch, member.rank, payload)
-                self._rolled_out(member, RolloutResult(member.rank, in_place, steps, frames, layout, load))
+                member.requests.popleft()
+                member.unrecorded -= 1
+                if self._writes:
+                    self.frames += frames
+                if member.is_free:
+                    self._go_on(member)
+                else:
+                    load = partial(self.family.batch, member.rank, payload)
+                    self.results.append(RolloutResult(member.rank, in_place, steps, frames, layout, load))
             case "begun", _:
                 self._tell(member)
             case ("told",):

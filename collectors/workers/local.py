@@ -24,15 +24,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from anyio import move_on_after
 
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
-from asyncsync.collectors.workers.group import Family, Reports
-from asyncsync.collectors.workers.messages import Channel, Packet, encode, note
+from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
+from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, encode, note
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.collectors.workers.worker import Message, Worker, report
 from asyncsync.errors import PeerLost, WeightSyncError
@@ -116,8 +116,8 @@ class WorkerProcess:
         """Report what has come."""
         while self._is_open:
             try:
-                message = self.channel.poll()
-            except EOFError:
+                message = self.channel.receive(wait=False)
+            except Stopped:
                 self._is_open = False  # it is ending, and its exit code will show how
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return
@@ -218,10 +218,8 @@ class LocalFamily(Family):
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def open(
-        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
-    ) -> None:
-        self._call_soon, self._given = call_soon, (page.place, replay_buffer, schemes)
+    def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> None:
+        self._call_soon, self._given = group.call_soon, (group.page.place, replay_buffer, schemes)
 
     def start(self, rank: int, reports: Reports) -> None:
         process = WorkerProcess(self._context, self._owner, rank, self._given, reports)

@@ -135,7 +135,7 @@ class RolloutResult(NamedTuple):
 
 
 class Stopped(Exception):
-    """The trainer wants this worker to end."""
+    """The other side is gone, or the trainer wants this worker to end."""
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def _decode(data: bytes, file: int) -> Any:
 
 
 class Channel:
-    """One end of a pair of sockets. The trainer's loop thread calls :meth:`offer` and :meth:`poll`, which never wait; a
-    worker's end is its line, with :meth:`send` and :meth:`receive`."""
+    """One end of a pair of sockets. The trainer's loop thread never waits: it calls :meth:`offer`, and
+    ``receive(wait=False)``. A worker's end is its line, with :meth:`send` and :meth:`receive`."""
 
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(None)
@@ -247,18 +247,18 @@ class Channel:
             return False
         return True
 
-    def poll(self, flags: int = socket.MSG_DONTWAIT) -> Any:
-        """The next message; None: there is none now. Raises EOFError: the other side is gone; OSError: this process has
-        too many open files."""
-        room = socket.CMSG_LEN(_FILE.size)
+    def receive(self, wait: bool = True) -> Any:
+        """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
+        :meth:`shutdown` was called; OSError: this process has too many open files."""
+        room, flags = socket.CMSG_LEN(_FILE.size), 0 if wait else socket.MSG_DONTWAIT
         try:  # not recv_fds, which heeds no flags before Python 3.12
             data, files, found, _ = self._socket.recvmsg(MAX_PACKET, room, flags | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         except ConnectionError:
-            raise EOFError from None
+            raise Stopped from None
         if not data:
-            raise EOFError
+            raise Stopped
         if found & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
         return _decode(data, *_FILE.unpack(files[0][-1])) if files else loads(data)
@@ -277,14 +277,6 @@ class Channel:
             raise Stopped from None
         finally:
             self._socket.settimeout(None)
-
-    def receive(self, wait: bool = True) -> Any:
-        """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
-        :meth:`shutdown` was called; OSError."""
-        try:
-            return self.poll(0 if wait else socket.MSG_DONTWAIT)
-        except EOFError:
-            raise Stopped from None
 
     def shutdown(self) -> None:
         """End both directions, which also ends the wait of another thread."""

@@ -1,9 +1,9 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the slots (:mod:`asyncsync.transports.shared_memory`) and leases them. A request for a rollout names a
-slot, where the worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short
-message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers
-lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the slots, which are memory files, and leases them. A request for a rollout names a slot, where the
+worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short message makes
+the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers lie in one slot:
+stacked, or one after another along a dimension.
 
 A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
 its layout is not known before.
@@ -19,16 +19,22 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.messages import RolloutResult
-from asyncsync.transports.shared_memory import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
+from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
+from asyncsync.weights import slab
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 
 MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
+MAX_SPARE = 2  # slots: the one that is written, and the one that is read
+
+Lease = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a slot that workers may write, as plain numbers: its :class:`MemoryPlace`, and the inodes of all slots that will
+be leased again. Workers unmap others."""
 
 
 @dataclass(frozen=True)
@@ -91,148 +97,144 @@ class Arrangement:
         extent = [*self.part.batch_size, self.part.steps][self.dim]
         return [tensor.narrow(self.dim, index * extent, extent) for tensor in found]
 
-    def batch(self, memory: Any, index: int | None = None) -> TensorDict:
-        """The whole batch in this memory, or one worker's part of it."""
-        layout = self.layout if index is None else self.part
-        return layout.build(self.tensors(memory, index))
+
+class _Slot:
+    """A memory file for batches, mapped here.
+
+    Attributes:
+        used: its memory while something here keeps that alive; else it returns None.
+        forks: of this process, when a batch in it was handed out: a child that was forked since may read it for ever.
+    """
+
+    used: Callable[[], memoryview | None] = staticmethod(lambda: None)
+    forks: int | None = None
+
+    def __init__(self, file: MemoryFile) -> None:
+        self.file = file
+        self.place = file.place
+        self.tensor = file.tensor()
+
+    def use(self) -> memoryview:
+        """The memory. Tensors that are made of it keep this very object alive."""
+        memory = self.tensor.numpy().data
+        self.used = weakref.ref(memory)
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies anywhere in this slot."""
+        return 0 <= tensor.untyped_storage().data_ptr() - self.tensor.data_ptr() < self.tensor.nbytes
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 
-class BatchSlots(SlotPool):
-    """The slots of an arrangement, always used by the same workers."""
-
-    most_spare = 2  # the one that is written, and the one that is read
-
-    def __init__(self, arrangement: Arrangement) -> None:
-        super().__init__()
-        self.arrangement = arrangement
-
-
-class SharedPlace:
-    """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. Raises WeightSyncError,
-    MemoryError.
+@dataclass(eq=False)
+class Batch:
+    """A batch, from the request for its rollouts until its caller has it. With an ``arrangement``, its parts lie in a
+    slot, else they come by value. The slot may be written again when neither this object nor a tensor of it is left.
 
     Attributes:
-        lease: what is sent to the workers, which may write there until :meth:`release`.
+        lease: what is sent to the workers.
+        is_copied: whether the user holds too many batches to be given this slot.
         results: of the rollouts, when all are done.
+        in_place: whether all of them lie in the slot.
+        value: the batch. None: it was not assembled yet; or it is finished, and its frames went to a replay buffer, or
+            too few trajectories have ended.
+        is_finished: whether nothing is left to do: the user's code has processed it.
+        is_lost: whether an interruption has struck the user's code.
     """
 
+    arrangement: Arrangement | None = None
+    slot: _Slot | None = None
+    memory: memoryview | None = None
     lease: Lease | None = None
+    is_copied: bool = False
     results: Sequence[RolloutResult] = ()
-    _memory: memoryview | None = None
-
-    def __init__(self, slots: BatchSlots | None) -> None:
-        self.slots = slots
-        if slots is not None:
-            self._slot = slots.acquire(slots.arrangement.packed)
-            self._memory = self._slot.export(0, self._slot.nbytes)
-            self._slot.release()  # it is used again when neither this nor a tensor has its memory
-            self.lease = slots.lease(self._slot)
-
-    @property
-    def has_private(self) -> bool:
-        """Whether a batch may have entries whose names begin with an underscore."""
-        return self.slots is None or self.slots.arrangement.has_private
+    in_place: bool = False
+    value: TensorDictBase | None = None
+    is_finished: bool = False
+    is_lost: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts lie here as one batch, so that nothing is left to copy."""
-        if self.slots is None or not all(result.in_place for result in self.results):
+        """Whether all parts lie in the slot as one batch, so that nothing is left to copy."""
+        if not self.in_place or self.arrangement is None:
             return False
-        return self.slots.arrangement.dim is None or not any(self.missing)
+        steps = self.arrangement.part.steps  # of a rollout that was not cut
+        return self.arrangement.dim is None or all(result.steps == steps for result in self.results)
 
     def parts(self) -> list[TensorDictBase]:
         """The part of each worker, as long as its rollout was."""
         return [
-            self.batch(index)[..., : result.steps] if result.in_place else result.load()
+            self.shared(index)[..., : result.steps] if result.in_place else result.load()
             for index, result in enumerate(self.results)
         ]
 
-    def batch(self, index: int | None = None) -> TensorDictBase:
-        """The whole batch, or one worker's part of it: it lies here."""
-        assert self.slots is not None
-        assert isinstance(self._slot, Slot)
-        self._slot.file.close()  # every process that needs the file has mapped it
-        self._slot.show_to_children()
-        batch = self.slots.arrangement.batch(self._memory, index)
-        return batch.clone() if self.slots.slabs > MAX_HELD else batch
-
-    @property
-    def missing(self) -> list[int]:
-        """How many steps each part here lacks, since its rollout was cut."""
-        assert self.slots is not None
-        return [self.slots.arrangement.part.steps - result.steps for result in self.results]
-
-    def release(self) -> None:
-        """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
-        From any thread. Idempotent."""
-        self._memory = None
+    def shared(self, index: int | None = None) -> TensorDictBase:
+        """The whole batch in the slot, or one worker's part of it."""
+        assert self.arrangement is not None
+        assert self.slot is not None
+        self.slot.file.close()  # every process that needs the file has mapped it
+        self.slot.forks = slab.forks
+        layout = self.arrangement.layout if index is None else self.arrangement.part
+        batch = layout.build(self.arrangement.tensors(self.memory, index))
+        return batch.clone() if self.is_copied else batch
 
 
-class SharedPlaces:
+class Places:
     """Where the rollouts of some workers lie so that together they are one batch, along ``dim`` as in
-    :class:`Arrangement`: the next one in one of ``slots``, unless they are None, because the layout is not known yet.
+    :class:`Arrangement`. ``teach`` sends a new arrangement to the workers, which forget the one before.
 
-    ``teach`` sends a new arrangement to the workers, which forget the one before.
+    Attributes:
+        arrangement: of the next batches; None: the layout is not known yet.
+        slots: of that arrangement; the last one was taken last.
     """
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
         self._dim, self._teach = dim, teach
-        self.slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
+        self.arrange(None)
 
-    def learn(self, place: SharedPlace) -> None:
-        """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""
-        results = place.results
-        unlike, self._unlike = self._unlike, None
-        if all(result.in_place for result in results):
-            return
-        known = None if place.slots is None else place.slots.arrangement.part
-        layouts = [known if result.in_place else result.layout for result in results]
-        arrangement = Arrangement.of(layouts, self._dim)
-        current = None if self.slots is None else self.slots.arrangement
-        if arrangement is None:
-            self.close()
-        elif current is None or (current != arrangement and unlike == arrangement):
-            self.close()  # the workers forget these first
+    def arrange(self, arrangement: Arrangement | None) -> None:
+        """Use new slots for the next batches. Earlier batches stay what they are."""
+        self.arrangement = arrangement
+        self.slots: list[_Slot] = []
+        if arrangement is not None:
             self._teach(arrangement)
-            self.slots = BatchSlots(arrangement)
-        elif current != arrangement:  # one that comes once in a while is not worth a slot
-            self._unlike = arrangement
 
-    def close(self) -> None:
-        """Forget all places. Batches that were taken stay what they are."""
-        slots, self.slots = self.slots, None
-        if slots is not None:
-            slots.close()
+    def take(self) -> Batch:
+        """A place for the next batch. Raises WeightSyncError, MemoryError."""
+        if self.arrangement is None:
+            return Batch()
+        free = [slot for slot in self.slots if slot.used() is None]
+        used = [slot for slot in self.slots if slot not in free]
+        spare = [slot for slot in free if slot.forks in (None, slab.forks)]
+        if not spare:
+            file = MemoryFile.create(self.arrangement.packed.nbytes)
+            file.seal()
+            spare.append(_Slot(file))
+        slot = spare[0]
+        self.slots = [*used, *spare[1:MAX_SPARE], slot]
+        lease = tuple(slot.place), tuple([one.place.inode for one in self.slots])
+        return Batch(self.arrangement, slot, slot.use(), lease, len(self.slots) > MAX_HELD)
+
+    def learn(self, batch: Batch) -> None:
+        """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""
+        unlike, self._unlike = self._unlike, None
+        if batch.in_place:
+            return
+        known = None if batch.arrangement is None else batch.arrangement.part
+        layouts = [known if result.in_place else result.layout for result in batch.results]
+        arrangement = Arrangement.of(layouts, self._dim)
+        if arrangement is None:
+            self.arrange(None)
+        elif self.arrangement is None or (self.arrangement != arrangement and unlike == arrangement):
+            self.arrange(arrangement)
+        elif self.arrangement != arrangement:  # one that comes once in a while is not worth a slot
+            self._unlike = arrangement
 
 
 # -- a worker's side ---------------------------------------------------------------------------------------------------
-
-
-class _MappedSlot:
-    """A slot that this worker writes."""
-
-    def __init__(self, place: MemoryPlace) -> None:
-        with closing(MemoryFile.open(place, TRAINER, REMEDY, writable=True)) as file:
-            self._memory = file.tensor()
-        self.leased: Callable[[], memoryview | None] = lambda: None  # the memory, while some tensor keeps it alive
-
-    @property
-    def is_used(self) -> bool:
-        return self.leased() is not None
-
-    def lease(self) -> memoryview:
-        """The memory. Tensors that are made of it keep this very object alive."""
-        memory = self._memory.numpy().data
-        self.leased = weakref.ref(memory)
-        return memory
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies anywhere in this slot."""
-        return 0 <= tensor.untyped_storage().data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
 
 class BatchWriter:
@@ -243,14 +245,19 @@ class BatchWriter:
     _index: int
 
     def __init__(self) -> None:
-        self._slots: Attachments[_MappedSlot] = Attachments()
-        self._slot: _MappedSlot | None = None
+        self._slots: dict[tuple[int, ...], _Slot] = {}  # by their places
+        self._slot: _Slot | None = None
         self._views: list[torch.Tensor] | None = None
 
     def learn(self, arrangement: Arrangement, index: int) -> None:
         """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
         self._arrangement, self._index = arrangement, index
-        self._slots.drop_unused()
+        self._keep(())
+
+    def _keep(self, kept: tuple[int, ...]) -> None:
+        """Unmap all slots but those with these inodes, and those that something here uses."""
+        slots = self._slots.items()
+        self._slots = {at: slot for at, slot in slots if slot.place.inode in kept or slot.used() is not None}
 
     def open(self, lease: Lease | None) -> None:
         """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
@@ -258,11 +265,14 @@ class BatchWriter:
         self._slot = self._views = None
         if lease is None:
             return
-        if (slot := self._slots.find(lease)) is None:
-            self._slots[lease.place] = slot = _MappedSlot(lease.place)
-        if not slot.is_used:
-            self._slot = slot
-            self._views = self._arrangement.tensors(slot.lease(), self._index)
+        place, kept = lease
+        if any(known.place.inode not in kept for known in self._slots.values()):
+            self._keep(kept)
+        if (slot := self._slots.get(place)) is None:
+            with closing(MemoryFile.open(MemoryPlace(*place), TRAINER, REMEDY, writable=True)) as file:
+                self._slots[place] = slot = _Slot(file)
+        if slot.used() is None:
+            self._slot, self._views = slot, self._arrangement.tensors(slot.use(), self._index)
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
         """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
@@ -285,7 +295,12 @@ class BatchWriter:
         targets, sources = [], []
         for view, leaf in zip(views, found.leaves, strict=True):
             target, source = view.narrow(n, 0, found.steps), batch.get(leaf.path)
-            if target.numel() and not _is_same(target, source):
+            is_there = (
+                (source.data_ptr(), source.stride()) == (target.data_ptr(), target.stride())
+                and not source.is_conj()
+                and not source.is_neg()
+            )
+            if target.numel() and not is_there:
                 targets.append(target)
                 # Another entry of this batch, or a part of one, which may be written before it is read.
                 sources.append(source.clone() if self._slot.holds(source) else source)
@@ -297,15 +312,7 @@ class BatchWriter:
     def kept(self, steps: int) -> TensorDictBase | None:
         """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
         it, since what the trainer writes there later would change them."""
-        memory = None if self._slot is None else self._slot.leased()
-        return None if memory is None else self._arrangement.batch(memory, self._index)[..., :steps].clone()
-
-
-def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether both share their memory, entry by entry."""
-    return (
-        target.data_ptr() == source.data_ptr()
-        and (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
-        and not source.is_conj()
-        and not source.is_neg()
-    )
+        if self._slot is None or (memory := self._slot.used()) is None:
+            return None
+        arrangement = self._arrangement
+        return arrangement.part.build(arrangement.tensors(memory, self._index))[..., :steps].clone()

@@ -37,11 +37,10 @@ import torch
 from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.trajectories import StridedPool, processed
-from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
+from asyncsync.collectors.workers.control_page import COUNTED, CUT, PAUSE, STOP, ControlPage, SharedPool, page_at
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
-from asyncsync.collectors.workers.shared_batches import BatchWriter
+from asyncsync.collectors.workers.shared_batches import BatchWriter, Lease
 from asyncsync.errors import ClosedError, WeightSyncError
-from asyncsync.transports.shared_memory import Lease
 
 logger = logging.getLogger("asyncsync")
 
@@ -275,13 +274,15 @@ class Worker:
 
     @property
     def calls(self) -> bool:
-        return self._page.interrupts(self._serial, self._counted)
+        numbers = self._page.numbers  # read here: each step does
+        is_cut = numbers[CUT] >= self._serial
+        return is_cut or numbers[STOP] > 0 or numbers[PAUSE] > 0 or numbers[COUNTED] != self._counted
 
     def interrupts(self) -> bool:
         """Whether the rollout ends early. A worker that is paused stands still in here."""
         if self._page.paused:
             self._stand_still()
-        return self._page.stopped or self._page.is_cut(self._serial)
+        return self._page.stopped > 0 or self._page.is_cut(self._serial)
 
     def _stand_still(self) -> None:
         """Between two steps, until the trainer goes on; with workers of its own, between two of their batches."""

@@ -181,13 +181,11 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(planted.SharedPlace, "batch", at_once)
+        patch.setattr(planted.Batch, "shared", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     collector.group.wait(lambda: True)  # the interrupted batch is left there
-    before = collector._driver.frames - sum(
-        result.frames for made in collector._driver.left for result in made.place.results
-    )
+    before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):

@@ -27,7 +27,7 @@ from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
 from asyncsync.collectors.base import BaseCollector as BaseCollector
 from asyncsync.collectors.batch_layout import layout_of
 from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool  # noqa: F401
-from asyncsync.collectors.workers.shared_batches import SharedPlace as SharedPlace
+from asyncsync.collectors.workers.shared_batches import Batch as Batch
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.keys import SOON

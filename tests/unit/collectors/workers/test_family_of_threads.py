@@ -3,14 +3,12 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.collectors.distributed.nodes import Node
-from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import pickled
 from asyncsync.collectors.workers.worker import Message
@@ -25,10 +23,8 @@ class ThreadFamily(Family):
         self.nodes: dict[int, Node] = {}
         self.numbers: dict[int, Any] = {}
 
-    def open(
-        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
-    ) -> bytes:
-        self.call_soon = call_soon
+    def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes:
+        self.call_soon = group.call_soon
         return pickled((replay_buffer, schemes))
 
     def start(self, rank: int, reports: Reports) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from asyncsync.collectors.distributed import rpc_private
 from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, GlooLine
 from asyncsync.collectors.distributed.launched import Launcher, Meeting, Program, Running
 from asyncsync.collectors.distributed.rpc import RPCFamily
-from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.worker import Message, where
 from asyncsync.transports import torch_distributed
@@ -66,9 +66,8 @@ def launcher() -> OwnLauncher:
 @pytest.fixture
 def family(launcher: OwnLauncher) -> Iterator[GlooFamily]:
     made = GlooFamily("mp", None, None, restarts=1)
-    page = ControlPage()
-    made.open(1, lambda function, *given: function(*given), page, None, {})
-    page.close()
+    group: Any = SimpleNamespace(call_soon=lambda function, *given: function(*given))
+    made.open(group, None, {})
     made._launcher = launcher
     yield made
     for end in launcher.ends:

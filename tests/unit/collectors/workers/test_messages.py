@@ -43,12 +43,12 @@ def in_memory_file(tensor: torch.Tensor) -> bool:
 def test_messages_of_any_size_come_whole_and_in_order(pair: Pair, size: int) -> None:
     here, there = pair
     before = descriptors()
-    assert there.poll() is None
+    assert there.receive(wait=False) is None
     put(here, ("first", b"x" * size))
     put(here, ("second", [1, 2]))
-    assert there.poll() == ("first", b"x" * size)
-    assert there.poll() == ("second", [1, 2])
-    assert there.poll() is None
+    assert there.receive(wait=False) == ("first", b"x" * size)
+    assert there.receive(wait=False) == ("second", [1, 2])
+    assert there.receive(wait=False) is None
     assert descriptors() == before
 
 
@@ -61,7 +61,7 @@ def test_tensors_are_views_of_what_has_come(pair: Pair, numel: int) -> None:
     given["strided"] = torch.arange(2 * numel).view(numel, 2).t()
     before = descriptors()
     put(here, ("batch", 7, Parcel.of(given)))
-    kind, number, parcel = there.poll()
+    kind, number, parcel = there.receive(wait=False)
     batch = loads(parcel)
     assert (kind, number) == ("batch", 7)
     assert descriptors() == before
@@ -81,7 +81,7 @@ def test_what_is_no_plain_tensor_keeps_its_nature(pair: Pair) -> None:
     leaf = torch.ones(3, requires_grad=True)
     given = [weight, leaf, torch.ones(3, dtype=torch.complex64).conj(), lambda: 5]
     put(here, Parcel.of(given))
-    parameter, found, conjugate, function = loads(there.poll())
+    parameter, found, conjugate, function = loads(there.receive(wait=False))
     assert isinstance(parameter, torch.nn.Parameter)
     assert found.requires_grad
     assert conjugate.is_conj()
@@ -98,18 +98,18 @@ def test_nobody_waits_for_room_but_who_says_so(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr(messages, "SEND_SECONDS", 0.1)
     with pytest.raises(AckTimeout, match=r"has read no messages for 0\.1 s"):
         here.send(b"x" * 20_000)
-    assert there.poll() == b"x" * 20_000
+    assert there.receive(wait=False) == b"x" * 20_000
     here.send("last")
-    assert [there.poll() for _ in range(sent + 1)] == [b"x" * 20_000] * (sent - 1) + [("last",), None]
+    assert [there.receive(wait=False) for _ in range(sent + 1)] == [b"x" * 20_000] * (sent - 1) + [("last",), None]
 
 
 def test_the_others_end(pair: Pair) -> None:
     here, there = pair
     put(here, "last")
     here.close()
-    assert there.poll() == "last"
-    with pytest.raises(EOFError):
-        there.poll()
+    assert there.receive(wait=False) == "last"
+    with pytest.raises(Stopped):
+        there.receive(wait=False)
     with pytest.raises(OSError, match="Broken pipe"):
         there.offer(encode("nobody"))
 

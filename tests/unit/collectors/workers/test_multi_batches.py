@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, split_trajectories
 from asyncsync.collectors.batch_layout import layout_of
 from asyncsync.collectors.workers import shared_batches as batches
+from asyncsync.transports.shared_memory import MemoryPlace
 from helpers.collecting_multi import Counting, make, options, policy
 from helpers.pairs import until
 
@@ -132,13 +133,13 @@ class Alternating(Counting):
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_layouts_that_alternate_cost_no_slot_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    make = batches.BatchSlots._make
 
-    def counting(slots: Any, *arguments: Any, **options: Any) -> Any:
-        made.append(slots)
-        return make(slots, *arguments, **options)
+    class Counted(batches._Slot):
+        def __init__(self, file: Any) -> None:
+            made.append(file.place)
+            super().__init__(file)
 
-    monkeypatch.setattr(batches.BatchSlots, "_make", counting)
+    monkeypatch.setattr(batches, "_Slot", Counted)
     given = options(frames_per_batch=3, reset_at_each_iter=True)
     with kind([lambda: Alternating(length=99)], policy(), **given) as collector:
         widths = [collector.next()["wide"].shape[-1] for _ in range(12)]
@@ -151,11 +152,11 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     """A Python that was built for an old libc."""
     monkeypatch.delattr(os, "memfd_create")
     part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
-    arrangement = batches.Arrangement.of([part], None)
-    assert arrangement is not None
-    place = batches.SharedPlace(batches.BatchSlots(arrangement))
-    assert place.lease is not None
-    assert place.lease.place.size >= 48
+    places = batches.Places(None, lambda arrangement: None)
+    places.arrange(batches.Arrangement.of([part], None))
+    lease = places.take().lease
+    assert lease is not None
+    assert MemoryPlace(*lease[0]).size >= 48
 
 
 def test_collectors_with_workers_say_that_they_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from asyncsync.collectors.batch_layout import empty_batch, layout_of
 from asyncsync.collectors.rollout.steps import RolloutBuffer
-from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, BatchSlots, BatchWriter, SharedPlace
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Batch, BatchWriter, Places
 from helpers.memory import mappings
 
 
@@ -38,47 +38,44 @@ def _first(shared: Any, layout: Any) -> Any:
     return empty_batch(layout) if shared is None else shared
 
 
-def make(parts: list[TensorDict], dim: int | None) -> BatchSlots:
-    arrangement = Arrangement.of([layout_of(part) for part in parts], dim)
-    assert arrangement is not None
-    return BatchSlots(arrangement)
+def make(parts: list[TensorDict], dim: int | None, writers: list[BatchWriter] | None = None) -> Places:
+    def teach(arrangement: Arrangement) -> None:
+        for index, writer in enumerate(writers or ()):
+            writer.learn(arrangement, index)
+
+    places = Places(dim, teach)
+    places.arrange(Arrangement.of([layout_of(part) for part in parts], dim))
+    assert places.arrangement is not None
+    return places
 
 
-def opened(*part: TensorDict) -> tuple[BatchSlots, SharedPlace, BatchWriter]:
-    """Slots for the batches of one worker, a place in one of them, and the worker's writer, which has it open."""
-    slots, writer = make([*part] or [rollout()], -1), BatchWriter()
-    place = SharedPlace(slots)
-    writer.learn(slots.arrangement, 0)
+def opened(*part: TensorDict) -> tuple[Places, Batch, BatchWriter]:
+    """Places for the batches of one worker, one of them, and the worker's writer, which has it open."""
+    writer = BatchWriter()
+    places = make([*part] or [rollout()], -1, [writer])
+    place = places.take()
     writer.open(place.lease)
-    return slots, place, writer
+    return places, place, writer
 
 
-def handed_out(place: SharedPlace) -> Any:
-    batch = place.batch()
-    place.release()
-    return batch
-
-
-def next_slot(slots: BatchSlots) -> Any:
+def next_slot(places: Places) -> Any:
     """The one that is used for the next batch, which nobody wants."""
-    return SharedPlace(slots)._slot
+    return places.take().slot
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("dim", [None, 0, -1])
 def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim: int | None) -> None:
     parts = [rollout(10.0 * i, batch) for i in range(3)]
-    slots = make(parts, dim)
-    place = SharedPlace(slots)
     writers = [BatchWriter() for _ in parts]
+    place = make(parts, dim, writers).take()
     for i, writer in enumerate(writers):
-        writer.learn(slots.arrangement, i)
         writer.open(place.lease)
         batched = rollout(10.0 * i, batch, writer=writer)
         written, layout = writer.close(batched)
         assert written
         assert layout == layout_of(parts[i])
-    whole = place.batch()
+    whole = place.shared()
     expected = torch.stack(parts, 0) if dim is None else torch.cat(parts, dim)
     assert whole.batch_size == expected.batch_size
     assert (whole == expected).all()
@@ -88,7 +85,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     _, place, writer = opened()
     assert writer.close(rollout(7.0))[0]
-    assert place.batch()["a"][0, 0] == 7.0
+    assert place.shared()["a"][0, 0] == 7.0
     _, place, writer = opened()
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
@@ -110,7 +107,7 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         change(batch)
         expected = batch.clone()
         assert writer.close(batch)[0]
-        assert (place.batch() == expected).all()
+        assert (place.shared() == expected).all()
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
@@ -121,11 +118,10 @@ def test_what_a_worker_keeps_is_its_own() -> None:
     del batch
     copy: Any = writer.kept(2)
     assert copy["a"][:, 0].tolist() == [1.0, 2.0]
-    slot = place._slot
-    place.release()
-    place.release()
-    again = SharedPlace(slots)
-    assert again._slot is slot
+    slot = place.slot
+    del place
+    again = slots.take()
+    assert again.slot is slot
     writer.open(again.lease)
     assert writer.allocate(layout_of(rollout())) is None  # type: ignore[arg-type]
     del kept
@@ -139,8 +135,8 @@ def test_what_a_worker_keeps_is_its_own() -> None:
 def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None:
     """The first time, an interrupt has come before the batch was taken."""
     slots, place, _ = opened()
-    slot = place._slot
-    first, second = place.batch(), handed_out(place)
+    slot = place.slot
+    first, second = place.shared(), place.shared()
     del first, place
     assert next_slot(slots) is not slot
     del second
@@ -153,13 +149,14 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     assert written
     assert layout is not None
     assert layout.steps == 2
-    assert place.batch()["a"][:2, 0].tolist() == [4.0, 5.0]
+    assert place.shared()["a"][:2, 0].tolist() == [4.0, 5.0]
 
 
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
     slots, place, _ = opened()
-    first = place._slot
-    batch = handed_out(place)
+    first = place.slot
+    batch = place.shared()
+    del place
     last = batch["nested", "b"]
     assert next_slot(slots) is not first
     del batch
@@ -175,10 +172,10 @@ def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
-    kept = [handed_out(SharedPlace(slots)) for _ in range(3 * MAX_HELD)]
+    kept = [slots.take().shared() for _ in range(3 * MAX_HELD)]
     assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
     assert len(os.listdir("/proc/self/fd")) <= before + MAX_HELD + 2
-    assert slots.slabs <= MAX_HELD + 2
+    assert len(slots.slots) <= MAX_HELD + 2
     del kept
 
 
@@ -187,9 +184,9 @@ def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left(
     before = len(os.listdir("/proc/self/fd"))
     slots, place, writer = opened()
     writer.close(rollout(writer=writer))
-    batch = handed_out(place)
-    unused = SharedPlace(slots)
-    slots.close()
+    batch = place.shared()
+    unused = slots.take()
+    slots.arrange(None)
     del slots, place, writer, unused
     assert len(os.listdir("/proc/self/fd")) == before
     batch["a"].fill_(3.0)
@@ -201,8 +198,9 @@ def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left(
 
 def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
     slots, place, _ = opened()
-    slot = place._slot
-    batch = handed_out(place)
+    slot = place.slot
+    batch = place.shared()
+    del place
     pid = os.fork()
     if not pid:
         os._exit(0)
