@@ -249,6 +249,19 @@ NOTICED = {
     "PONG does not show what is held": 1233,
     "PONG does not show what is taken": 1802,
     "bytes behind a gap count as if there were none": 698,
+    "checksums are not compared": 82,
+    "what an old trainer has sent is still applied": 272,
+    "PONG does not show a lost READY": 339,
+    "a report says nothing of what a forked child uses": 118,
+    "whoever leaves has given everything back": 88,
+    "whoever was superseded gives nothing back": 74,
+    "the fast path forgets whom it has not told": 144,
+    "what is sent to all is taken by those who have missed what was before": 199,
+    "those who are sent something at once count as having had what was before": 301,
+    "PONG does not show that DROP was lost": 142,
+    "what is staged takes the place of what is pending": 64,
+    "a share of another version is taken": 61,
+    "a share that was lost is not requested again": 61,
 }
 
 
