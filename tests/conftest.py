@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
@@ -43,8 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # tmp_path stays where one looks for it after a failure
     private = tempfile.mkdtemp(prefix="t-")  # short: a Unix socket's path has 107 bytes
     os.environ["TMPDIR"] = tempfile.tempdir = private
+    startup = str(Path(__file__).parent / "helpers" / "startup")
+    sys.path.append(startup)  # which is handed on, too
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
     # At exit, after multiprocessing has removed its own directory in there (priority -100).
     Finalize(None, shutil.rmtree, args=(private,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()  # as helpers/startup/sitecustomize.py, while everything is imported
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_asyncio_loop_factories(

@@ -15,7 +15,8 @@ import asyncsync.sync
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]  # it imports and renders every public class
+# Building imports and renders every public class: once for all tests.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
 
 
 @pytest.fixture(scope="module")

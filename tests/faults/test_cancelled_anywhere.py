@@ -467,7 +467,14 @@ async def test_a_failing_task_group_takes_its_calls_along_and_the_scheme_goes_on
 
 
 @pytest.mark.requirement(242, 243)
-@pytest.mark.parametrize("strikes", [100, pytest.param(2_500, marks=[pytest.mark.thorough, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize(
+    "strikes",
+    [
+        100,
+        pytest.param(1_000, marks=pytest.mark.thorough),
+        pytest.param(25_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
+)
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
 async def test_staging_taking_and_verifying_cancelled_at_random_leave_nothing_behind(kind: Any, strikes: int) -> None:
     chance = random.Random(strikes)

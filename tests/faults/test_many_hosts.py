@@ -7,27 +7,33 @@ Where namespaces cannot be made, these tests fail: a skip would hide that nothin
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncsync import AutoWeightSyncScheme, PartialSendError, ZMQWeightSyncScheme
-from helpers.far_host import far_host
-from helpers.hosts import LARGE, Host, Hosts, Process, hosts, until, values
+from helpers.far_host import far_worker
+from helpers.hosts import LARGE, Host, Hosts, Process, hosts, programs, until, values
 from helpers.pairs import Model, fill
 from helpers.processes import Schemes, Start, Worker
 from helpers.ranks import free_port
 from helpers.shared_workers import MIB
 
 PORT = 5555
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200), pytest.mark.xdist_group("hosts")]
+
+
+@pytest.fixture(scope="module")
+def three_programs() -> Iterator[Any]:
+    with programs(3) as started:
+        yield started
 
 
 @pytest.fixture
-async def three() -> AsyncIterator[Hosts]:
-    async with hosts(3) as found:
+async def three(three_programs: Any) -> AsyncIterator[Hosts]:
+    async with hosts(*three_programs) as found:
         yield found
 
 
@@ -187,27 +193,28 @@ async def test_relays_stack(three: Hosts, trainer: Trainer, tmp_path: Path) -> N
     assert len({one.relay for w, one in trainer.scheme.status().items() if w < 4}) == 1
 
 
-async def test_one_update_reaches_a_worker_of_this_host_and_one_of_another(schemes: Schemes, start: Start) -> None:
-    async with far_host() as far:
-        sender = schemes.sender(
-            MIB,
-            kind=AutoWeightSyncScheme,
-            endpoint=f"tcp://{far.this_address}:{free_port()}",
-            allow_plaintext=True,
-            num_workers=2,
-            map_above=0,
-            delta=True,
-        )
-        near = start(Worker)
-        away = await far.worker(sender, 1, MIB)
-        try:
-            await asyncio.gather(sender.connect(), near.connect(sender, 0, MIB))
-            assert int(await away.ask("pid")) < 10, "it has pids of its own"
-            for value in range(2, 22):
-                await sender.send_async(sender.model.fill(value))
-                assert [await near.value(), await away.shown()] == [value, value]
-            status = sender.status()
-            assert status[0].bytes_sent == 0
-            assert status[1].bytes_sent == 21 << 20
-        finally:
-            await away.end()
+async def test_one_update_reaches_a_worker_of_this_host_and_one_of_another(
+    three: Hosts, schemes: Schemes, start: Start
+) -> None:
+    sender = schemes.sender(
+        MIB,
+        kind=AutoWeightSyncScheme,
+        endpoint=f"tcp://{three.address}:{free_port()}",
+        allow_plaintext=True,
+        num_workers=2,
+        map_above=0,
+        delta=True,
+    )
+    near = start(Worker)
+    away = await far_worker(three[0].name, sender, 1, MIB)
+    try:
+        await asyncio.gather(sender.connect(), near.connect(sender, 0, MIB))
+        assert int(await away.ask("pid")) < 10, "it has pids of its own"
+        for value in range(2, 22):
+            await sender.send_async(sender.model.fill(value))
+            assert [await near.value(), await away.shown()] == [value, value]
+        status = sender.status()
+        assert status[0].bytes_sent == 0
+        assert status[1].bytes_sent == 21 << 20
+    finally:
+        await away.end()

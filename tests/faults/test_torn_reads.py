@@ -27,9 +27,10 @@ from helpers.shared_workers import MIB, SharedWorker
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requirement(194)]
 
-FORWARDS = 4_000
+FORWARDS = 1_200  # of all workers
 SOAK = 1_000_000
-VERSIONS = 40
+VERSIONS = 40  # of each of them, at least
+A_TEAR = {"count": 0, "tears": 1}
 
 thorough = pytest.mark.thorough
 soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -67,9 +68,8 @@ def every_case(*without: str) -> Any:
 
 async def read_under_fire(crew: ProcessCrew, forwards: int = FORWARDS, *, sends: bool = False) -> None:
     async with crew.firing(sends=sends):
-        results = await asyncio.gather(*(w.forwards(forwards // len(crew.workers)) for w in crew.workers))
+        results = await asyncio.gather(*(w.forwards(forwards // len(crew.workers), VERSIONS) for w in crew.workers))
     assert [torn for torn, _ in results] == [0] * len(results)
-    assert min(seen for _, seen in results) >= VERSIONS
     last = await crew.send(crew.sender.version + 1)
     assert await crew.values() == [last] * len(results)
 
@@ -146,7 +146,7 @@ async def test_the_oracle_sees_what_is_broken(broken: str, crew: ProcessCrew, mo
         planted.release_slots_too_early(monkeypatch)
         await crew.shared(MIB, 1)
     async with crew.firing():
-        torn, _ = await crew.workers[0].forwards(4000)
+        torn, _ = await crew.workers[0].forwards(**A_TEAR)
     assert torn > 0
 
 
@@ -160,8 +160,8 @@ def blocking_sender(kind: type, numel: int, parts: int, **options: Any) -> Any:
 
 
 def under_fire(sender: Any, function: Callable[..., None], *arguments: Any) -> Any:
-    """How many of the worker's reads were torn, how many versions they saw, how often these went back, and whether its
-    Parameters lie in a slot."""
+    """How many of the worker's reads were torn, how often their versions went back, and whether its Parameters lie in a
+    slot."""
     with blocking_worker(sender, function, *arguments) as (_, pipe):
         sender.connect()
         assert pipe.recv() == "connected"
@@ -173,25 +173,21 @@ def under_fire(sender: Any, function: Callable[..., None], *arguments: Any) -> A
 
 
 @thorough
-@pytest.mark.parametrize(("numel", "passes"), [(1000, 2_500), (9 << 17, 1_100)], ids=["eager", "chunked"])
-def test_no_forward_of_the_main_thread_is_torn(numel: int, passes: int) -> None:
-    """A pass has 1.2 forwards."""
+@pytest.mark.parametrize("numel", [1000, 9 << 17], ids=["eager", "chunked"])
+def test_no_forward_of_the_main_thread_is_torn(numel: int) -> None:
     sender = blocking_sender(ZMQWeightSyncScheme, numel, 8)
-    torn, seen, back = under_fire(sender, blocking_workers.forwards, numel, passes, False)
-    assert (torn, back) == (0, 0)
-    assert seen >= 3 * VERSIONS
+    enough = {"count": 1_000, "versions": 3 * VERSIONS}
+    assert under_fire(sender, blocking_workers.forwards, numel, enough, False) == (0, 0)
     assert idle()
 
 
 @every_case("process, copied out", "zmq, what has changed", "gloo, copied")
 def test_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(case: Case, long: bool) -> None:
-    """A pass has 1.1 forwards."""
-    numel, passes = (MIB, 910_000) if long else (MIB // 4, 3_700)
+    numel, count = (MIB, 600_000) if long else (MIB // 4, 750)
     sender = blocking_sender(case.kind, numel, 4, **case.options)
-    torn, seen, back, repointed = under_fire(sender, shared_workers.forwards, numel, passes, case.inplace, False)
-    assert (torn, back) == (0, 0)
-    assert seen >= 3 * VERSIONS
-    assert repointed is case.repointed
+    enough = {"count": count, "versions": 2 * VERSIONS}
+    told = under_fire(sender, shared_workers.forwards, numel, enough, case.inplace, False)
+    assert told == (0, 0, case.repointed)
     if (pool := sender.shared_transport.pool) is not None:
         assert pool.peak <= 4
     assert idle()
@@ -202,10 +198,10 @@ def test_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed
 def test_the_oracle_of_blocking_workers_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "gate":
         sender = blocking_sender(ZMQWeightSyncScheme, 1000, 8)
-        torn, *_ = under_fire(sender, blocking_workers.forwards, 1000, 4000, True)
+        torn, *_ = under_fire(sender, blocking_workers.forwards, 1000, A_TEAR, True)
     else:
         if broken == "leases":
             planted.release_slots_too_early(monkeypatch)
         sender = blocking_sender(SharedMemWeightSyncScheme, MIB, 4, map_above=0)
-        torn, *_ = under_fire(sender, shared_workers.forwards, MIB, 4000, None, broken != "leases")
+        torn, *_ = under_fire(sender, shared_workers.forwards, MIB, A_TEAR, None, broken != "leases")
     assert torn > 0

@@ -51,22 +51,22 @@ def compute(scheme: Any, index: int, numel: int, connection: Connection) -> None
     connection.send(x)
 
 
-def forwards(scheme: Any, index: int, numel: int, count: int, broken: bool, connection: Connection) -> None:
-    """Forwards of the main thread; tells how many were torn, how many versions they saw, and how often they went
-    back."""
+def forwards(scheme: Any, index: int, numel: int, enough: dict[str, int], broken: bool, connection: Connection) -> None:
+    """Forwards of the main thread; tells how many were torn, and how often their versions went back."""
     begin(scheme, index, Filled(numel, -1.0), broken, connection)
-    torn, seen, back = reads(scheme, count)
-    connection.send((torn, len(seen), back))
+    connection.send(reads(scheme, **enough))
     scheme.shutdown()
 
 
-def reads(scheme: Any, count: int) -> tuple[int, set[float], int]:
-    """Forwards, some of them in a hold, some in nested ones: how many were torn, what they read, and how often it went
-    back."""
+def reads(scheme: Any, count: int, versions: int = 0, tears: int = 0) -> tuple[int, int]:
+    """Forwards, some in a hold, some in nested ones: how many were torn, and how often their versions went back.
+
+    It makes ``count`` of them, and goes on until it has seen so many ``versions``, and so many torn ones.
+    """
     model = scheme.model
-    torn = back = 0
+    torn = back = i = 0
     last, seen = 0.0, set()
-    for i in range(count):
+    while i < count or len(seen) < versions or torn < tears:
         if i % 10 == 0:
             with scheme.hold():
                 found = {*model()}
@@ -83,4 +83,5 @@ def reads(scheme: Any, count: int) -> tuple[int, set[float], int]:
         back += min(found) < last
         last = max(found)
         seen |= found
-    return torn, seen, back
+        i += 1
+    return torn, back

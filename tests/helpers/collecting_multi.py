@@ -238,6 +238,7 @@ def note_random_state(directory: Path) -> None:
     path = directory / str(os.getpid())
     path.write_text(f"{torch.rand(1).item()} {np.random.rand()} {random.random()}")
     ended = path.with_suffix(".frozen")
+    gc.unfreeze()  # what helpers/startup has frozen
     multiprocessing.util.Finalize(None, lambda: ended.write_text(str(gc.get_freeze_count())), exitpriority=1)
 
 

@@ -34,7 +34,8 @@ sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys
 def start(*arguments: str | Path, cwd: Path, without: str | None = None) -> Iterator[subprocess.Popen[str]]:
     """Python with these arguments, in a process group of its own as a shell would have it; killed with the block.
     ``without``: a package that is not installed there."""
-    paths = [Path(asyncsync.__file__).resolve().parent.parent]  # the checkout, if it is not installed
+    # The checkout, if it is not installed; and what is done at the start of each of our programs.
+    paths = [Path(asyncsync.__file__).resolve().parent.parent, Path(__file__).parent / "startup"]
     if without is not None:
         paths.insert(0, cwd / "sitecustomize")
         paths[0].mkdir()

@@ -1,29 +1,26 @@
 """A host of its own, with workers that are asked what they hold.
 
-    async with far_host() as far:
-        scheme = AutoWeightSyncScheme(endpoint=f"tcp://{far.this_address}:{port}", allow_plaintext=True)
-        worker = await far.worker(scheme, index=1, numel=1000)
-        assert await worker.shown() == 2.0
+    scheme = AutoWeightSyncScheme(endpoint=f"tcp://{hosts.address}:{port}", allow_plaintext=True)
+    worker = await far_worker(hosts[0].name, scheme, index=1, numel=1000)
+    assert await worker.shown() == 2.0
 
 A worker is a program there that connects and, for each line that it is sent, prints the number that its model holds.
 """
 
 import asyncio
 import base64
-import contextlib
 import os
 import pickle
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from helpers.hosts import namespaces, program
+from helpers.hosts import program
 from helpers.processes import Filled
 
 
 @dataclass
-class _Worker:
+class FarWorker:
     process: asyncio.subprocess.Process
 
     async def ask(self, question: str) -> str:
@@ -39,24 +36,12 @@ class _Worker:
         await asyncio.wait_for(self.process.wait(), 30)
 
 
-@dataclass
-class FarHost:
-    """``this_address`` is this host's, as seen from there."""
-
-    name: str
-    this_address: str
-
-    async def worker(self, scheme: Any, index: int, numel: int) -> _Worker:
-        """Start a worker there; it connects by itself."""
-        process = await program(self.name, "helpers.far_host")
-        process.stdin.write(base64.b64encode(pickle.dumps((scheme, index, numel))) + b"\n")
-        return _Worker(process)
-
-
-@contextlib.asynccontextmanager
-async def far_host() -> AsyncIterator[FarHost]:
-    with namespaces(1) as (address, [name]):
-        yield FarHost(name, address)
+async def far_worker(host: str, scheme: Any, index: int, numel: int) -> FarWorker:
+    """Start one in a host; it connects by itself."""
+    command, options = program(host, "helpers.far_host")
+    process = await asyncio.create_subprocess_exec(*command, **options)
+    process.stdin.write(base64.b64encode(pickle.dumps((scheme, index, numel))) + b"\n")
+    return FarWorker(process)
 
 
 async def _main() -> None:

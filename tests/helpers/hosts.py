@@ -3,6 +3,7 @@ host can watch, or share memory with, a process of another.
 
 The test process is the trainer's host; its address is :attr:`Hosts.address`. Each other host runs this module as a
 program, which has everything imported and forks a process for whatever is to be started: a worker takes milliseconds.
+The tests of one file use the same hosts, one test after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -28,9 +29,9 @@ import torch
 import asyncsync
 from helpers.pairs import Model, eventually
 
-TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
 until = eventually
 LARGE = 2_000_000  # elements: some MB, which take several chunks
+READY = b"ready\n"
 
 
 # -- what runs in a host -----------------------------------------------------------------------------------------------
@@ -67,23 +68,33 @@ def relay(arguments: list[str]) -> int:
     return main(["relay", *arguments])
 
 
+def end(child: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, number)
+        while number == signal.SIGKILL:  # until it has let go of its address: the next may want it
+            os.kill(child, 0)
+            time.sleep(0.001)
+
+
 def serve() -> None:
-    """Fork what the test asks for, one line of JSON each; end with its standard input."""
+    """Fork what the tests ask for, one line of JSON each; end with its standard input."""
     for name in ("helpers.pairs", "asyncsync.cli", "asyncsync.relay.process"):
         import_module(name)  # so that whoever is forked has everything
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     children: dict[str, int] = {}
-    tell(ready=True)
+    os.write(1, READY)
     for line in sys.stdin:
         request = json.loads(line)
+        if request.get("over"):
+            for child in children.values():
+                end(child, signal.SIGKILL)
+            children.clear()
+            tell(over=True)
+            continue
         name = request["name"]
         if "signal" in request:
-            with suppress(ProcessLookupError):
-                os.kill(children[name], request["signal"])
-                while request["signal"] == signal.SIGKILL:  # until it has let go of its address: the next may want it
-                    os.kill(children[name], 0)
-                    time.sleep(0.001)
+            end(children[name], request["signal"])
             continue
         if child := os.fork():
             children[name] = child
@@ -122,15 +133,18 @@ class Process:
 
 @dataclass(eq=False)
 class Host:
-    """One namespace."""
+    """One namespace, and what one test has started in it."""
 
     name: str
-    process: asyncio.subprocess.Process
+    program: subprocess.Popen[bytes]
     processes: dict[str, Process] = field(default_factory=dict)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    told: bytes = b""
 
     def send(self, **request: Any) -> None:
-        self.process.stdin.write((json.dumps(request) + "\n").encode())
+        assert self.program.stdin is not None
+        self.program.stdin.write((json.dumps(request) + "\n").encode())
+        self.program.stdin.flush()
 
     def start(self, **what: Any) -> Process:
         name = f"{self.name}-{len(self.processes)}"
@@ -144,13 +158,16 @@ class Host:
     def relay(self, upstream: str, bind: str, *options: str) -> Process:
         return self.start(relay=["--upstream", upstream, "--bind", bind, "--allow-plaintext", *options])
 
-    async def listen(self) -> None:
-        while line := await self.process.stdout.readline():
+    def listen(self) -> None:
+        """Take in what has been told since the last time."""
+        assert self.program.stdout is not None
+        *lines, self.told = (self.told + os.read(self.program.stdout.fileno(), 1 << 16)).split(b"\n")
+        for line in lines:
             if not line.startswith(b"{"):
                 continue  # the relay's own words
             event = json.loads(line)
-            if "ready" in event:
-                self.ready.set()
+            if "over" in event:
+                self.over.set()
             elif (process := self.processes.get(event["name"])) is not None:
                 process.value = event.get("value", process.value)
                 process.version = event.get("version", process.version)
@@ -235,36 +252,51 @@ def cable_of(name: str) -> str:
     return name.replace("ash", "asv")
 
 
-async def program(name: str, module: str) -> asyncio.subprocess.Process:
-    """A module's, in a namespace and in a pid namespace of its own."""
-    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
-    return await asyncio.create_subprocess_exec(
-        *(*command, sys.executable, "-m", module),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}"},
-        preexec_fn=_die_with_the_test,
-    )
+def program(name: str, module: str) -> tuple[list[str], dict[str, Any]]:
+    """How to start a module's, in a namespace and in a pid namespace of its own: the command, and further options."""
+    apart = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
+    return [*apart, sys.executable, "-m", module], {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        "preexec_fn": _die_with_the_test,
+    }
+
+
+@contextmanager
+def programs(count: int) -> Iterator[tuple[str, dict[str, subprocess.Popen[bytes]]]]:
+    """This host's address for so many others, and their programs by name: it takes seconds to start them."""
+    with ExitStack() as stack:
+        address, names = stack.enter_context(namespaces(count))
+        found = {}
+        for name in names:
+            command, options = program(name, "helpers.hosts")
+            found[name] = stack.enter_context(subprocess.Popen(command, **options))
+            stack.callback(found[name].kill)
+        for started in found.values():
+            assert started.stdout is not None
+            assert started.stdout.readline() == READY
+        yield address, found
 
 
 @asynccontextmanager
-async def hosts(count: int) -> AsyncIterator[Hosts]:
-    """So many, each with its program."""
-    listeners, found = [], Hosts()
-    with namespaces(count) as (found.address, names):
-        try:
-            for name in names:
-                found.append(Host(name, await program(name, "helpers.hosts")))
-            listeners = [asyncio.create_task(host.listen()) for host in found]
-            await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
-            yield found
-            found.check()
-        finally:
-            for host in found:
-                with suppress(ProcessLookupError):
-                    host.process.kill()
-                await host.process.wait()
-            await asyncio.gather(*listeners)
+async def hosts(address: str, programs: dict[str, subprocess.Popen[bytes]]) -> AsyncIterator[Hosts]:
+    """For one test: whatever it has started there ends with it."""
+    found = Hosts(Host(name, program) for name, program in programs.items())
+    found.address = address
+    loop = asyncio.get_running_loop()
+    for host in found:
+        loop.add_reader(host.program.stdout, host.listen)
+    try:
+        yield found
+        found.check()
+    finally:
+        for host in found:
+            host.plug()
+            host.send(over=True)
+        await asyncio.wait_for(asyncio.gather(*(host.over.wait() for host in found)), 20)
+        for host in found:
+            loop.remove_reader(host.program.stdout)
 
 
 def _die_with_the_test() -> None:

@@ -472,10 +472,16 @@ class Worker(_Party):
             update.copy_tensors = copy_half
             update.ModelUpdate._repoint = repoint_half
 
-    async def forwards(self, count: int) -> tuple[int, int]:
-        """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
+    async def forwards(self, count: int, versions: int = 0, tears: int = 0) -> tuple[int, int]:
+        """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen.
+
+        It makes ``count`` of them, and goes on until it has seen so many ``versions``, and so many torn ones.
+        """
         torn = 0
         seen: set[float] = set()
+
+        def enough(made: int, share: int) -> bool:
+            return made >= share and len(seen) >= versions and torn >= tears
 
         def note(*values: float) -> None:
             nonlocal torn
@@ -483,8 +489,10 @@ class Worker(_Party):
             seen.update(values)
 
         async def on_the_loop() -> None:
-            for i in range(count // 2):
-                if i % 10:
+            made = 0
+            while not enough(made, count // 2):
+                made += 1
+                if made % 10:
                     note(*self.model())
                 else:
                     async with self.scheme.hold():
@@ -493,11 +501,13 @@ class Worker(_Party):
                         note(*first, *self.model())
                 await asyncio.sleep(0)
 
-        async def in_threads(number: int) -> None:
-            for _ in range(number):
+        async def in_a_thread() -> None:
+            made = 0
+            while not enough(made, count // 4):
+                made += 1
                 note(*await asyncio.to_thread(self.model))
 
-        await asyncio.gather(on_the_loop(), in_threads(count // 4), in_threads(count - count // 2 - count // 4))
+        await asyncio.gather(on_the_loop(), in_a_thread(), in_a_thread())
         return torn, len(seen)
 
 

@@ -124,7 +124,7 @@ def run_with_rpc(tell: Tell) -> None:
     """All cases; nothing is left behind."""
     warnings.simplefilter("ignore")
     port = free_port()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=serve, args=(rank, port)) for rank in range(1, WORKERS + 1)]
     for process in processes:
         process.start()

@@ -272,14 +272,20 @@ def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
 
 
 def forwards(
-    scheme: Any, index: int, numel: int, count: int, inplace: bool | None, broken: bool, connection: Connection
+    scheme: Any,
+    index: int,
+    numel: int,
+    enough: dict[str, int],
+    inplace: bool | None,
+    broken: bool,
+    connection: Connection,
 ) -> None:
-    """Forwards of the main thread and of another one; tells how many were torn, how many versions they saw, how often
-    they went back, and whether the Parameters lie in a slot."""
+    """Forwards of the main thread and of another one; tells how many were torn, how often their versions went back, and
+    whether the Parameters lie in a slot."""
     model = begin(scheme, index, Filled(numel, -1.0, parts=4), broken, connection, inplace=inplace)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(reads, scheme, count // 3)
-        found = [reads(scheme, count - count // 3), other.result()]
-    torn, back = sum(t for t, _, _ in found), sum(b for *_, b in found)
-    connection.send((torn, len(set().union(*(s for _, s, _ in found))), back, all(is_repointed(model))))
+        other = pool.submit(reads, scheme, **{**enough, "count": enough["count"] // 2})
+        found = [reads(scheme, **enough), other.result()]
+    torn, back = map(sum, zip(*found, strict=True))
+    connection.send((torn, back, all(is_repointed(model))))
     scheme.shutdown()

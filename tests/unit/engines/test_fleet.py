@@ -313,7 +313,14 @@ async def test_the_watch_sees_a_restart_and_brings_what_a_cancelled_update_has_p
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rounds", [10, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        10,
+        pytest.param(200, marks=pytest.mark.thorough),
+        pytest.param(5_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
+)
 @both_schemes
 async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_one_passes(
     start: Start, kind: type[WeightSyncScheme], rounds: int
