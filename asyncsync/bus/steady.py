@@ -95,8 +95,7 @@ class SteadyTrainer:
             self._next.release()
             self._next = self._acquire()
         slab = self._next
-        if slab.descriptor is None:
-            slab.forget()
+        slab.forget()
         memory = self._known.again(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
@@ -167,7 +166,7 @@ class SteadyWorker:
 
     ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
     reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
-    the general way finds them.
+    the general way finds them. ``goes_straight`` returns whether an update waits for readers only.
     """
 
     def __init__(
@@ -179,6 +178,7 @@ class SteadyWorker:
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
         show: Show,
+        goes_straight: Callable[[], bool],
     ) -> None:
         assert machine.session.epoch is not None
         self._machine = machine
@@ -188,6 +188,7 @@ class SteadyWorker:
         self._gate = gate
         self._window = window
         self._show = show
+        self._goes_straight = goes_straight
         self._epoch = machine.session.epoch
         self._prefix = HEAD.pack(FIXED, Again.kind, *self._epoch)
         binding = machine.models[model_id]
@@ -226,6 +227,8 @@ class SteadyWorker:
         if prefix != self._prefix or since != machine.serial or serial <= since or version <= self._version:
             return None
         if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
+            return None
+        if not self._goes_straight():
             return None
         window = self._brought(bytes(header[_AGAIN.size :]), length, frames[1:])
         if window is None:

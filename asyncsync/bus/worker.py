@@ -255,8 +255,6 @@ class WorkerLink(Link, Memory):
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
             return
-        if not self.applying.goes_straight((model_id,)):
-            return
         try:
             slab = machine.pool.acquire(newest.layout)
         except (MemoryError, RuntimeError):  # torch raises the latter
@@ -271,7 +269,8 @@ class WorkerLink(Link, Memory):
             slab.release()
         # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self._show)
+        straight = partial(self.applying.goes_straight, (model_id,))
+        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self._show, straight)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""

@@ -441,7 +441,8 @@ class WorkerProcess(Memory):
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        machine.fast_path = SteadyWorker(machine, model, part, slabs, gate, self._window, lambda epoch, versions: None)
+        shell = gate, self._window, lambda epoch, versions: None, lambda: True
+        machine.fast_path = SteadyWorker(machine, model, part, slabs, *shell)
 
     def use(self, kind: str, slab: Slab, number: int) -> None:
         if kind == "reader":

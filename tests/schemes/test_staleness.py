@@ -90,13 +90,14 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
             return version
 
         monkeypatch.setattr(publishing, "publish", late)
+        metadata = {"epoch": 1}  # so it is published the general way
         if workers == 2 and quorum != 2:
-            version = await sender.send_async(fill(source, 2), quorum=quorum)
+            version = await sender.send_async(fill(source, 2), quorum=quorum, metadata=metadata)
             assert (sender.version, read(model)) == (version, {2})
             return
         before = sender.version
         with Clock(2.0), pytest.raises(PartialSendError, match=r"worker 0: PeerLost: .*it has left") as caught:
-            await sender.send_async(fill(source, 2), quorum=quorum)
+            await sender.send_async(fill(source, 2), quorum=quorum, metadata=metadata)
         assert sender.version == before + 1, "it was published"
         assert list(caught.value.failed) == [0]
         if workers == 2:
