@@ -408,7 +408,7 @@ class Publishing:
         version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
         link = self._link
         link.check()
-        if not self._machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values:
+        if not self._machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values or flat.ready is not None:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
         if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
