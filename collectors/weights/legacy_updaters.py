@@ -247,7 +247,6 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             WeightStrategy().apply_weights(self._copies[worker_id], server_weights)
             server_weights = self._copies[worker_id]
         collector.push_policy(server_weights, worker_id)
-        _counted.get([]).append(None)  # as it was published
 
 
 class RayWeightUpdater(MultiProcessedWeightUpdater):
@@ -302,6 +301,11 @@ class DistributedWeightUpdater(MultiProcessedWeightUpdater):
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool | None = None
     ) -> None:
         super().__init__(get_server_weights=lambda: policy_weights)
+
+
+def mark_counted() -> None:
+    """Note that the push under way, if any, has a version already: it was published."""
+    _counted.get([]).append(None)
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:

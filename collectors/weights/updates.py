@@ -34,7 +34,7 @@ from torch import nn
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, push
+from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted, push
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
@@ -211,6 +211,7 @@ class WeightsAPI:
             raise
         finally:
             if (version := self._senders.version) > before:
+                mark_counted()
                 self._published(version)
 
     def _apply_locally(self, changes: Collection[Prepared]) -> None:
