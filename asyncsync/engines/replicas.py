@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -170,43 +170,7 @@ class HTTPReplica:
         raise Refused(f"{path.partition('?')[0]}: {status[0].decode()}: {said}{hint}")
 
 
-class _ReplicaHere:
-    """What both replicas of this process have in common: their engines differ in how a method is called."""
-
-    def __init__(self, engine: Any, name: str, ranks: int, init: Mapping[str, Any] | None) -> None:
-        self._engine = engine
-        self.name, self.ranks, self.init = name, ranks, init or {}
-
-    async def weight_version(self) -> str:
-        return str(await self._ask("get_weight_version"))
-
-    async def set_weight_version(self, name: str) -> None:
-        await self._ask("update_weight_version", name)
-
-    async def world_size(self) -> int:
-        engine = getattr(self._engine, "llm_engine", self._engine)
-        return int(engine.vllm_config.parallel_config.world_size_across_dp)
-
-    async def start(self) -> None:
-        await self._ask("start_weight_update")
-
-    async def finish(self, name: str | None) -> None:
-        await self._ask("finish_weight_update", name)
-
-    async def reset(self) -> None:
-        _check_reset(await self._ask("reset_prefix_cache", reset_running_requests=True))
-
-    async def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            return await self._call(getattr(self._engine, method), *arguments, **named)
-        except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
-
-    async def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        raise NotImplementedError
-
-
-class AsyncLLMReplica(_ReplicaHere):
+class AsyncLLMReplica:
     """An ``AsyncLLM`` of this process, on this event loop. Arguments as of :class:`HTTPReplica`."""
 
     def __init__(
@@ -218,49 +182,81 @@ class AsyncLLMReplica(_ReplicaHere):
         pause: str = "keep",
         init: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(engine, name, ranks, init)
-        self._mode = _checked_pause(pause)
+        self._engine, self._mode = engine, _checked_pause(pause)
+        self.name, self.ranks, self.init = name, ranks, init or {}
+
+    async def weight_version(self) -> str:
+        return str(await self._answered(self._engine.get_weight_version()))
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._answered(self._engine.update_weight_version(name))
+
+    async def world_size(self) -> int:
+        return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._ask("init_weight_transfer_engine", WeightTransferInitRequest(init_info=dict(info)))
+        request = WeightTransferInitRequest(init_info=dict(info))
+        await self._answered(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self) -> None:
-        await self._ask("pause_generation", mode=self._mode, clear_cache=False)
+        await self._answered(self._engine.pause_generation(mode=self._mode, clear_cache=False))
 
     async def resume(self) -> None:
-        await self._ask("resume_generation")
+        await self._answered(self._engine.resume_generation())
+
+    async def start(self) -> None:
+        await self._answered(self._engine.start_weight_update())
 
     async def update(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._ask("update_weights", WeightTransferUpdateRequest(update_info=dict(info)))
+        await self._answered(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
+
+    async def finish(self, name: str | None) -> None:
+        await self._answered(self._engine.finish_weight_update(name))
+
+    async def reset(self) -> None:
+        _check_reset(await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True)))
 
     async def close(self) -> None:
         """Nothing: the engine is yours."""
 
-    async def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        return await method(*arguments, **named)
+    async def _answered(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-class LLMReplica(_ReplicaHere):
+class LLMReplica:
     """An ``LLM`` of this process, which blocks: it is used in one thread, which this object has. Generate by
     ``await replica.run(llm.generate, …)``. Arguments as of :class:`HTTPReplica`; a pause begins when what runs has
     ended."""
 
     def __init__(self, llm: Any, *, name: str = "LLM", ranks: int = 1, init: Mapping[str, Any] | None = None) -> None:
-        super().__init__(llm, name, ranks, init)
+        self._llm = llm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._gate, self._is_paused = asyncio.Lock(), False
+        self.name, self.ranks, self.init = name, ranks, init or {}
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call a function in the engine's thread, not within a pause."""
         async with self._gate:
-            return await self._call(function, *arguments, **named)
+            return await self._in_thread(function, *arguments, **named)
+
+    async def weight_version(self) -> str:
+        return str(await self._answered(self._llm.get_weight_version))
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._answered(self._llm.update_weight_version, name)
+
+    async def world_size(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._ask("init_weight_transfer_engine", {"init_info": dict(info)})
+        await self._answered(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
 
     async def pause(self) -> None:
         if not self._is_paused:
@@ -272,16 +268,31 @@ class LLMReplica(_ReplicaHere):
             self._is_paused = False
             self._gate.release()
 
+    async def start(self) -> None:
+        await self._answered(self._llm.start_weight_update)
+
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._ask("update_weights", {"update_info": dict(info)})
+        await self._answered(self._llm.update_weights, {"update_info": dict(info)})
+
+    async def finish(self, name: str | None) -> None:
+        await self._answered(self._llm.finish_weight_update, name)
+
+    async def reset(self) -> None:
+        _check_reset(await self._answered(self._llm.reset_prefix_cache, reset_running_requests=True))
 
     async def close(self) -> None:
         """End the thread, when what it does has ended. The engine is yours."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _call(self, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    async def _answered(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        try:
+            return await self._in_thread(function, *arguments, **named)
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         # A call that is cancelled goes on in the thread; the next one comes after it.
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: method(*arguments, **named))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments, **named))
 
 
 def _checked_pause(mode: str) -> str:
