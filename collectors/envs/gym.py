@@ -106,7 +106,12 @@ class BoxSpec(Spec):
 
     def write(self, out: Array, value: Any) -> None:
         out = out[..., 0] if self._scalar else out
-        np.copyto(out, _array(value, out.shape), casting="same_kind")
+        if getattr(value, "shape", None) != out.shape:
+            value = _array(value, out.shape)
+        if type(value) is np.ndarray and value.dtype is out.dtype:  # in half of copyto's time
+            out[...] = value
+        else:
+            np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
 
     def read(self, action: Array) -> Array:
         return action[..., 0] if self._scalar else action
@@ -695,16 +700,17 @@ class GymEnv(NotTorchRLs):
     def _write_numbers(self, out: Array, value: Any, name: str) -> None:
         """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
         another shape, which would be broadcast."""
-        array = np.asarray(value)
-        is_each = type(value) is tuple or not out.shape  # each may be in an array of its own
-        if is_each and array.shape != out.shape and array.size == out.size:
-            array = array.reshape(out.shape)
-        is_number = array.dtype.kind in "biuf" or (array.dtype.kind == "O" and None not in array.ravel().tolist())
-        if not is_number or array.shape not in ((), out.shape):
+        array = value if type(value) is np.ndarray else np.asarray(value)
+        if type(value) is tuple and array.shape == (*out.shape, 1):  # of environments that are stepped in turn
+            array = array[..., 0]
+        if array.dtype.kind not in "biuf" or array.shape != out.shape:
             count = f"{out.size} numbers" if out.shape else "one number"
-            found = f"an array of shape {array.shape}" if is_number else repr(value)
-            kind = ValueError if is_number else TypeError
-            raise kind(f"{self._name}: step() must return {count} as {name}, not {found}")
+            wanted = f"{self._name}: step() must return {count} as {name}"
+            if array.dtype.kind not in "biufO" or None in array.ravel().tolist():
+                raise TypeError(f"{wanted}, not {value!r}")
+            if array.size != 1 if not out.shape else array.shape not in ((), out.shape):
+                raise ValueError(f"{wanted}, not an array of shape {array.shape}")
+            array = array if out.shape else array.reshape(())
         out[...] = array
 
     def _observations_memory(self) -> dict[Any, Array]:
