@@ -28,6 +28,7 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _p
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
+from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
@@ -108,12 +109,13 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        check_devices({name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")})
+        devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
+        check_devices(devices)
         self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
         self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
-        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock)
+        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, arguments.traj_pool)
         self._iter = -1  # rollouts before the newest one; -1: there was none
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
@@ -125,13 +127,15 @@ class Collector(BaseCollector, metaclass=Chooses):
             made = policy if policy_factory is None else policy_factory()
             if arguments.auto_register_policy_transforms:
                 rollouts.env = primed(env, made)
-            rollouts.set_up()
+            device, storing, acting, stepping = devices.values()
+            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, arguments.no_cuda_sync))
             arguments.fit(rollouts.n_env)
             memory = SameBatch() if arguments.return_same_td else NewBatches()
             rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
             self._original_policy = as_module(made, rollouts.env)
-            self.policy = placed(self._original_policy, rollouts.devices.policy, bool(arguments.trust_policy))
-            rollouts.set_policy(self.policy)
+            trust_policy = bool(arguments.trust_policy)
+            self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
+            rollouts.set_policy(self.policy, trust_policy, arguments.compile_policy, arguments.cudagraph_policy)
             arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
             self._set_up_senders(schemes, updater, sources)

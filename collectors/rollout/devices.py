@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.arguments import RolloutArguments, exact_device
+from asyncsync.collectors.arguments import Device, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
 
@@ -43,21 +43,30 @@ def synchronisation(device: torch.device | None) -> Callable[[], None]:
 class RolloutDevices:
     """The devices of a collector's rollouts.
 
-    Attributes:
-        device: what those of the next three are that are not given.
+    Args:
+        device: fills those of the next three that are not given.
         storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
         no_cuda_sync: nothing waits for copies.
+
+    Attributes:
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
         cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of these reads it.
         carrier_has_no_device: whether policy and environment cannot share one; known after :meth:`place`.
     """
 
-    def __init__(self, arguments: RolloutArguments) -> None:
-        self.device = device = exact_device(arguments.device)
-        self.storing = exact_device(arguments.storing_device) or device
-        self.policy = exact_device(arguments.policy_device) or device
-        self.env = exact_device(arguments.env_device) or device
-        self.no_cuda_sync: bool = arguments.no_cuda_sync
+    def __init__(
+        self,
+        device: Device | None,
+        storing: Device | None,
+        policy: Device | None,
+        env: Device | None,
+        no_cuda_sync: bool,
+    ) -> None:
+        self.device = exact_device(device)
+        self.storing = exact_device(device if storing is None else storing)
+        self.policy = exact_device(device if policy is None else policy)
+        self.env = exact_device(device if env is None else env)
+        self.no_cuda_sync = no_cuda_sync
         self.sync_storage = synchronisation(self.storing)
         self.sync_policy = synchronisation(self.policy)
         self.sync_env = synchronisation(self.env)
@@ -86,26 +95,17 @@ class RolloutDevices:
     @property
     def stores_without_waiting(self) -> bool:
         """Whether a copy into a batch may return before it is done."""
-        return self.storing is not None and self._is_non_blocking(self.storing, self.sync_storage)
+        return self.storing is not None and self.is_non_blocking(self.storing, self.sync_storage)
 
-    def _is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
+    def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""
         return device.type == "cuda" or (synchronize is not _nothing and not self.no_cuda_sync)
 
-    def for_policy(self, data: TensorDictBase) -> TensorDictBase:
-        """What the policy reads, on its device; the same object where nothing has to be copied."""
-        return self._cast(data, self.policy, self.sync_policy) if self.cast_to_policy_device else data
-
-    def for_env(self, data: TensorDictBase) -> TensorDictBase:
-        """What the environment reads, likewise."""
-        return self._cast(data, self.env, self.sync_env) if self.cast_to_env_device else data
-
-    def _cast(
-        self, data: TensorDictBase, device: torch.device | None, synchronize: Callable[[], None]
-    ) -> TensorDictBase:
-        if device is None or data.device == device:
+    def cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
+        """A TensorDict on another device; the same object where it is there already."""
+        if data.device == device:
             return data
-        there = data.to(device, non_blocking=self._is_non_blocking(device, synchronize))
+        there = data.to(device, non_blocking=self.is_non_blocking(device, synchronize))
         if not self.no_cuda_sync:
             synchronize()
         return there

@@ -6,7 +6,6 @@ Which policies are wrapped, and how, follows TorchRL's "RPCCollector" page (``po
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,7 +73,8 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
     policy: one searches the disk for an optional library, at every call.
 
     Like :class:`PlainModule`, it can be called without a TensorDict: ``compute`` returns what the network makes of the
-    values of the first ``keys``, and ``write`` sets that under the second.
+    values of the first ``keys``, and ``write`` sets that under the second. ``is_plain``: nothing more is wanted at the
+    next call.
     """
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
@@ -86,6 +86,9 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.write(tensordict, self.compute([tensordict.get(key, None) for key in self.keys[0]]))
+
+    def is_plain(self) -> bool:
+        return True
 
     def compute(self, values: list[Any]) -> Any:
         policy = self._modules["module"]  # an attribute of a module is searched for
@@ -286,38 +289,22 @@ def _name(policy: nn.Module) -> str:
 # TensorDictModule, 145 instead of 326 with a TensorDictSequential of two, 351 instead of 469 with a ProbabilisticActor;
 # with TorchRL's environment, 268, 274 and 515 instead of 358, 445 and 616.
 #
-# ``trust_policy=True`` is the switch: policies are called as they are.
+# Whatever else is wanted of a module (hooks, selected keys, another method, a class of its own, ``set_skip_existing``)
+# is seen at the next call, which is then the module's own. ``trust_policy=True`` is the switch: policies are called as
+# they are.
 
 
 def plainly_called(module: Any) -> Any:
-    """What calls the module in this way, as the module is now; the module itself, if it is of another kind, or more is
-    wanted of it: hooks, selected keys, another method, a class of its own, ``set_skip_existing``."""
-    if not isinstance(module, TensorDictModuleBase) or not _is_plain(module):
-        return module
-    if _is_a(module, TensorDictModule, "_call_module", "_write_to_tensordict"):
-        has_options = module.method_kwargs or module._get_kwargs or "_" in module.out_keys
-        is_usual = module._kwargs is None and module.method is None and module.inplace is True
-        return PlainModule(module) if is_usual and not has_options else module
-    if not isinstance(module, TensorDictSequential) or not _returns_all(module):
-        return module
-    if _is_a(module, TensorDictSequential, "_run_module", "_module_iter"):
-        calls = [plainly_called(part) for part in module._module_iter()]
-    elif (
-        _is_a(module, ProbabilisticTensorDictSequential, "get_dist_params", "det_part", "_last_module")
-        and not module.return_composite
-        and interaction_type() is not None
+    """What calls the module in this way; the module itself, if it is of another kind."""
+    for kind, call, methods in (
+        (TensorDictModule, PlainModule, ("_call_module", "_write_to_tensordict")),
+        (ProbabilisticTensorDictSequential, PlainProbabilistic, ("get_dist_params", "det_part", "_last_module")),
+        (TensorDictSequential, PlainSequence, ("_run_module", "_module_iter")),
     ):
-        last = functools.partial(module._last_module, _requires_sample=module._requires_sample)
-        calls = [plainly_called(module.det_part), last]
-    else:
-        return module
-
-    def call(tensordict: TensorDictBase) -> TensorDictBase:
-        for part in calls:
-            tensordict = part(tensordict)
-        return tensordict
-
-    return call
+        used = ("__call__", "_call_impl", "forward", *methods)
+        if isinstance(module, kind) and all(getattr(type(module), name) is getattr(kind, name) for name in used):
+            return call(module)
+    return module
 
 
 class PlainModule:
@@ -325,37 +312,84 @@ class PlainModule:
 
     def __init__(self, given: TensorDictModule) -> None:
         self._given = given
-        self.keys: tuple[list[Any], list[Any]] = given.in_keys, given.out_keys
+        self._returns_tensors = True  # until it has returned something else
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        values = [tensordict.get(key, None) for key in self.keys[0]]
+        given = self._given
+        if not self.is_plain():
+            return given(tensordict)
+        values = [tensordict.get(key, None) for key in given.in_keys]
         if not all(type(value) is torch.Tensor for value in values):
-            return self._given(tensordict)
-        return self.write(tensordict, self.compute(values))
+            return given(tensordict)
+        return self.write(tensordict, given.module(*values))
+
+    @property
+    def keys(self) -> tuple[list[Any], list[Any]]:
+        return self._given.in_keys, self._given.out_keys
+
+    def is_plain(self) -> bool:
+        given = self._given
+        return (
+            self._returns_tensors
+            and _is_plain(given)
+            and given._kwargs is None
+            and given.method is None
+            and given.inplace is True
+            and not (given.method_kwargs or given._get_kwargs or "_" in given.out_keys)
+        )
 
     def compute(self, values: list[Any]) -> Any:
         return self._given.module(*values)
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
-        in_keys, out_keys = self.keys
-        found = out if type(out) is tuple else (out,)
-        if len(found) != len(out_keys) or not all(type(value) is torch.Tensor for value in found):
-            return TensorDictModule(lambda *_: out, in_keys, out_keys)(tensordict)
-        for key, value in zip(out_keys, found, strict=True):
-            tensordict.set(key, value)
+        given = self._given
+        found, out_keys = out if type(out) is tuple else (out,), given.out_keys
+        if len(found) == len(out_keys) and all(type(value) is torch.Tensor for value in found):
+            for key, value in zip(out_keys, found, strict=True):
+                tensordict.set(key, value)
+            return tensordict
+        self._returns_tensors = False
+        return TensorDictModule(lambda *_: out, given.in_keys, out_keys)(tensordict)
+
+
+class PlainSequence:
+    """Calls a ``TensorDictSequential``."""
+
+    def __init__(self, given: TensorDictSequential) -> None:
+        self._given = given
+        self._parts: list[nn.Module] = []
+        self._calls: list[Callable[[TensorDictBase], TensorDictBase]] = []
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        given = self._given
+        if not (_is_plain(given) and _returns_all(given)):
+            return given(tensordict)
+        if (parts := list(given._module_iter())) != self._parts:
+            self._parts, self._calls = parts, [plainly_called(part) for part in parts]
+        for call in self._calls:
+            tensordict = call(tensordict)
         return tensordict
+
+
+class PlainProbabilistic:
+    """Calls a ``ProbabilisticTensorDictSequential``."""
+
+    def __init__(self, given: ProbabilisticTensorDictSequential) -> None:
+        self._given = given
+        self._parameters = plainly_called(given.det_part)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        given = self._given
+        is_usual = _returns_all(given) and not given.return_composite and interaction_type() is not None
+        if not (is_usual and _is_plain(given)):
+            return given(tensordict)
+        return given._last_module(self._parameters(tensordict), _requires_sample=given._requires_sample)
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call is its class's forward, and nothing else."""
     is_own = module._compiled_call_impl is None and "forward" not in vars(module) and not skip_existing()
     return is_own and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def _is_a(module: nn.Module, kind: type, *methods: str) -> bool:
-    """Whether what a call uses is this class's own."""
-    used = ("__call__", "_call_impl", "forward", *methods)
-    return isinstance(module, kind) and all(getattr(type(module), name) is getattr(kind, name) for name in used)
 
 
 def _returns_all(module: TensorDictSequential) -> bool:

@@ -20,7 +20,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import wrapped
+from asyncsync.collectors.rollout.policies import plainly_called, wrapped
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
@@ -42,6 +42,7 @@ class Rollouts:
     Args:
         env: the environment, not moved yet.
         weights: of the models that act.
+        traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
@@ -50,7 +51,6 @@ class Rollouts:
         keys: of entries that the environment has.
         buffer: where the steps of each rollout go.
         steps: makes a step.
-        traj_pool: where trajectory ids come from.
         frames: how many have been collected.
         random: for a collector that is a worker: whether its trainer wants the policy left out.
         signals: what the trainer of a worker wants; None: this collector is no worker.
@@ -62,19 +62,26 @@ class Rollouts:
     buffer: RolloutBuffer
     steps: TensorDictSteps
 
-    def __init__(self, env: Any, arguments: RolloutArguments, weights: ActingWeights, lock: RolloutLock) -> None:
+    def __init__(
+        self,
+        env: Any,
+        arguments: RolloutArguments,
+        weights: ActingWeights,
+        lock: RolloutLock,
+        traj_pool: _TrajectoryPool | None,
+    ) -> None:
         self.env = env
         self.arguments = arguments
         self.frames = 0
         self.random: bool | None = False
         self.signals: Signals | None = None
-        self.traj_pool = _TrajectoryPool() if arguments.traj_pool is None else arguments.traj_pool
+        self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
         self._weights = weights
         self._lock = lock
 
-    def set_up(self) -> None:
+    def set_up(self, devices: RolloutDevices) -> None:
         """Move the environment to its device, limit its steps, and reset it."""
-        self.devices = devices = RolloutDevices(self.arguments)
+        self.devices = devices
         self.env = limited(devices.place(self.env), self.arguments.max_frames_per_traj)
         self.carrier = Carrier(self.arguments, self._weights, self.traj_pool, devices)
         root = self._reset()
@@ -102,27 +109,41 @@ class Rollouts:
             env = env.environment
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
-    def set_policy(self, policy: nn.Module) -> None:
-        """Act with this policy, which is on its device, as the arguments say: trusted, compiled, recorded."""
-        arguments = self.arguments
+    def set_policy(
+        self,
+        policy: nn.Module,
+        trust: bool,
+        compiled: bool | Mapping[str, Any] | None,
+        cudagraph: bool | Mapping[str, Any] | None,
+    ) -> None:
+        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the collector:
+        a mapping has keyword arguments of what compiles or records it."""
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
 
             set_exploration_modules_spec_from_env(policy, self.env)
         self.policy = policy
-        if not arguments.trust_policy:
-            labels = ["collector", "policy_version"] if arguments.track_policy_version else ["collector"]
+        if not trust:
+            labels = ["collector", "policy_version"] if self.arguments.track_policy_version else ["collector"]
             root = self.carrier.root.exclude(*labels)
-            observed = environments.observation_keys(self.env, root, arguments.max_frames_per_traj > 0)
+            observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
-        if options := arguments.compile_policy:
-            self.policy = torch.compile(self.policy, **(options if isinstance(options, Mapping) else {}))
-        if options := arguments.cudagraph_policy:
-            given = options if isinstance(options, Mapping) else {}
-            self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **given)
+        if compiled:
+            self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
+        if cudagraph:
+            options = cudagraph if isinstance(cudagraph, Mapping) else {}
+            self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **options)
         is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
-        kind = TensorDictSteps if is_profiled or not ArraySteps.fit(self.env, arguments, self.devices) else ArraySteps
-        self.steps = steps = kind(self.env, self.policy, self.carrier, self.buffer, self.keys, arguments, self.devices)
+        is_array = not is_profiled and ArraySteps.fit(self.env, self.arguments, self.devices)
+        self.steps = steps = (ArraySteps if is_array else TensorDictSteps)(
+            self.env,
+            self.policy if trust else plainly_called(self.policy),
+            self.carrier,
+            self.buffer,
+            self.keys,
+            self.arguments,
+            self.devices,
+        )
         if is_profiled:  # torch's profiler shows these as ranges
             steps.act = record_function("Collector.policy")(steps.act)  # type: ignore[method-assign]
             steps.play = record_function("Collector.env_step")(steps.play)  # type: ignore[method-assign]
@@ -196,7 +217,6 @@ class Rollouts:
                 # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
                 with weights.holds() as holds:
                     self.carrier.label_version()
-                    self.steps.begin()
                     while True:
                         frame = self.steps.step(random)
                         left -= 1
@@ -244,7 +264,6 @@ class Rollouts:
             set_interaction_type(self.arguments.exploration_type),
             self._weights.holds(),
         ):
-            self.steps.begin()
             self.steps.act(step, random=False)
         written = step.get("next", None)  # by a recurrent policy
         step.set("next", after)

@@ -38,7 +38,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.devices import RolloutDevices
-from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked, plainly_called
+from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 
@@ -154,19 +154,16 @@ class Carrier:
 
 @dataclass(eq=False)
 class TensorDictSteps:
-    """Steps of any environment, in TensorDicts. ``keys`` are those of entries that the environment has."""
+    """Steps of any environment, in TensorDicts. ``call`` calls the policy with one; ``keys`` are those of entries that
+    the environment has."""
 
     env: Any
-    policy: Any
+    call: Any
     carrier: Carrier
     buffer: RolloutBuffer
     keys: EntryKeys
     arguments: RolloutArguments
     devices: RolloutDevices
-
-    def begin(self) -> None:
-        """Look at the policy, which the user may have changed. To be called before the first of several steps."""
-        self.call = self.policy if self.arguments.trust_policy else plainly_called(self.policy)
 
     def step(self, random: bool) -> TensorDictBase | None:
         """One step, inside a hold: what a model returns may be a view of its weights. Returns a clone for the replay
@@ -195,15 +192,19 @@ class TensorDictSteps:
         if random:
             environments.rand_action(self.env, td)
             return
-        given = self.devices.for_policy(td)
-        before = dict(given.items(True, True)) if given is not td else None
-        output = self.call(given)
-        if output is td:
+        devices = self.devices
+        if not devices.cast_to_policy_device or devices.policy is None:
+            output = self.call(td)
+            if output is not td:
+                td.update(checked(output))
             return
-        output = checked(output)
-        if before is not None:  # only what the policy wrote: the rest of the carrier stays on its device
-            output = output.select(*[key for key, value in output.items(True, True) if value is not before.get(key)])
-        td.update(output)
+        given = devices.cast(td, devices.policy, devices.sync_policy)
+        before = dict(given.items(True, True))
+        output = checked(self.call(given))
+        if output is not td:
+            # Only what the policy wrote: the rest of the carrier stays on its device.
+            written = [key for key, value in output.items(True, True) if value is not before.get(key)]
+            td.update(output.select(*written))
 
     def _step_env(self, td: TensorDictBase) -> TensorDictBase:
         """Step the environment; returns the root of the next step. ``td`` has all of this step then."""
@@ -222,12 +223,15 @@ class TensorDictSteps:
     def play(self, td: TensorDictBase) -> TensorDictBase:
         """What the environment makes of the policy's actions."""
         written = td.get("next", None)  # by a recurrent policy
-        given = self.devices.for_env(td)
+        given = td
+        devices = self.devices
+        if devices.cast_to_env_device and devices.env is not None:
+            given = devices.cast(td, devices.env, devices.sync_env)
         self.carrier.is_lost = True
         output, root = environments.stepped(self.env, given)
         if output is not td:
             after = output.get("next")
-            if self.devices.carrier_has_no_device and after.device is not None:
+            if devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             td.set("next", after)
         if written is not None:
@@ -300,6 +304,10 @@ class ArraySteps(TensorDictSteps):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        call = self.call
+        self._tensors_call: PlainModule | TensorPolicy | None = None
+        if isinstance(call, PlainModule | TensorPolicy) and all(isinstance(k, str) for keys in call.keys for k in keys):
+            self._tensors_call = call
         self._no_flags = self.env.no_flags()
         self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """What the environment has at the root of the next step: tensors and their arrays."""
@@ -314,21 +322,14 @@ class ArraySteps(TensorDictSteps):
         is_own = all(name not in vars(env) and getattr(type(env), name) is getattr(GymEnv, name) for name in names)
         return is_own and devices.are_alike_on_cpu and is_fast_path_on()
 
-    def begin(self) -> None:
-        super().begin()
-        self._takes_tensors = False
-        if isinstance(self.call, PlainModule | TensorPolicy):
-            in_keys, out_keys = self.call.keys
-            is_there = self.carrier.entries.keys() >= {*in_keys}
-            self._takes_tensors = is_there and all(isinstance(key, str) for key in out_keys)
-
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
         rows = buffer.rows(env)
         if rows is None or not rows.fits:
             return super().step(random)
-        entries, call, given = carrier.entries, self.call, None
-        if self._takes_tensors and not random:
+        entries = carrier.entries
+        call, td, given = self._tensors_call, None, None
+        if call is not None and not random and call.is_plain():
             in_names, out_names = call.keys
             out = call.compute([entries[name] for name in in_names])
             values = out if type(out) is tuple else (out,)

@@ -154,8 +154,8 @@ def outcome(call: Callable[[TensorDictBase], TensorDictBase], td: TensorDict) ->
 @pytest.mark.parametrize("mode", [None, InteractionType.RANDOM, InteractionType.DETERMINISTIC])
 @pytest.mark.parametrize("name", MODULES)
 def test_what_comes_of_it_is_the_same(name: str, mode: InteractionType | None) -> None:
+    quick, same = plainly_called(MODULES[name]()), MODULES[name]()
     with set_interaction_type(mode):
-        quick, same = plainly_called(MODULES[name]()), MODULES[name]()
         for seed in range(3):
             torch.manual_seed(seed)
             found = outcome(quick, given())
@@ -165,10 +165,7 @@ def test_what_comes_of_it_is_the_same(name: str, mode: InteractionType | None) -
 
 def test_what_is_changed_later_counts() -> None:
     module = one()
-
-    def quick(td: TensorDictBase) -> Any:  # as at the beginning of a hold
-        return plainly_called(module)(td)
-
+    quick = plainly_called(module)
     assert quick(given())["out"].tolist() == [0, 2]
     with set_skip_existing(True):
         assert quick(given().set("out", torch.zeros(2)))["out"].tolist() == [0, 0]
@@ -203,6 +200,7 @@ def test_a_module_is_called_once_whatever_it_returns() -> None:
 
 def test_a_sequence_whose_parts_are_changed_later() -> None:
     made = sequence()
-    assert plainly_called(made)(given())["out"].tolist() == [[0, 2], [2, 2]]
+    quick = plainly_called(made)
+    assert quick(given())["out"].tolist() == [[0, 2], [2, 2]]
     made.module[1] = TensorDictModule(Scaled(3.0), ["logits"], ["out"])
-    assert plainly_called(made)(given())["out"].tolist() == [[0, 3], [3, 3]]
+    assert quick(given())["out"].tolist() == [[0, 3], [3, 3]]
