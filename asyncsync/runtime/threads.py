@@ -153,13 +153,16 @@ class WorkThread:
         return future
 
     def call(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """:meth:`submit` where no loop runs. Cancelling the future withdraws the call, unless it has begun."""
+        """:meth:`submit` where no loop runs. Cancelling the future withdraws the call, and what it refers to, unless it
+        has begun."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        calls = [function]
+        future.add_done_callback(lambda _: calls.clear())
 
         def job() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function())
+                    future.set_result(calls[0]())
                 except BaseException as error:  # handed to whoever takes the result
                     future.set_exception(error)
 

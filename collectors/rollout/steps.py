@@ -331,7 +331,7 @@ class ArraySteps(TensorDictSteps):
         call, td, given = self._tensors_call, None, None
         if call is not None and not random and call.is_plain():
             in_names, out_names = call.keys
-            out = call.compute([entries[name] for name in in_names])
+            out = call.compute([entries.get(name) for name in in_names])
             values = out if type(out) is tuple else (out,)
             if len(values) == len(out_names):
                 following = entries | dict(zip(out_names, values, strict=True))

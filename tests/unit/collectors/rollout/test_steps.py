@@ -192,6 +192,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "writes more at some steps": Moody,
     **{f"{name} at some steps": partial(Wandering, change) for name, change in CHANGES.items()},
     **{f"a module, {name} at some steps": partial(wandering, change) for name, change in CHANGES.items()},
+    "reads what no environment has": lambda: TensorDictModule(
+        lambda observation, missing: Act()(observation), ["observation", "missing"], ["action"]
+    ),
     "an actor": actor,
     "in half precision": lambda: TensorDictSequential(
         TensorDictModule(lambda o: o[..., :2].bfloat16(), ["observation"], ["logits"]),
