@@ -572,7 +572,7 @@ class BusCore:
         # has not applied it, and why.
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self._link
-        if self.is_shut_down or not isinstance(link, TrainerLink):
+        if self.is_shut_down or not isinstance(link, TrainerLink) or self.pid != os.getpid():
             link = self.trainer_link()
         try:
             if not (sources := self._at_hand(weights, workers)):

@@ -452,11 +452,17 @@ class Publishing:
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)
-            if not rides:
-                slab.descriptor = transport.describe(slab)
+            try:
+                slab.descriptor = None if rides else transport.describe(slab)
+            except BaseException:
+                slab.release()
+                raise
             return slab
 
-        self.steady = SteadyTrainer(machine, model_id, known, target.slab.retain(), acquire, peers, self.send)
+        try:
+            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send)
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            return False  # the general way reports it, if it cannot do without
         return True
 
     async def complete(self, version: int) -> bool:

@@ -57,8 +57,8 @@ _is_cpu = attrgetter("is_cpu")
 class SteadyTrainer:
     """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
 
-    ``newest`` is the newest version's slab, with the caller's reference; ``acquire`` returns others, with a descriptor
-    as that has one. Without it, the bytes travel with the announcement. ``waiting`` has who has not answered the newest
+    ``newest`` is the newest version's slab, which this takes a reference to; ``acquire`` returns others, with a
+    descriptor as that has one, or raises. Without it, the bytes travel with the announcement. ``waiting`` has who has not answered the newest
     version, and ``waiter`` is woken when everybody has, or when this has ended.
     """
 
@@ -77,7 +77,8 @@ class SteadyTrainer:
         self.waiter: asyncio.Future[None] | None = None
         self._machine = machine
         self._epoch = machine.epoch
-        self._newest, self._next = newest, acquire()
+        self._next = acquire()
+        self._newest = newest.retain()
         self._acquire = acquire
         assert newest.layout is self._next.layout is known.layout
         self._workers = workers
@@ -92,8 +93,8 @@ class SteadyTrainer:
     def publish(self, flat: FlatWeights, now: float) -> bool:
         """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
         if self._next.exports:  # libzmq, or the machine's last announcement, has still its bytes
-            self._next.release()
-            self._next = self._acquire()
+            before, self._next = self._next, self._acquire()
+            before.release()
         slab = self._next
         slab.forget()
         memory = self._known.again(flat)

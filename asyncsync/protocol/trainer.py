@@ -643,6 +643,8 @@ class Trainer:
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or targets.pending or targets.staged or not self.settings.fast:
             return None
+        if last.apart:
+            return None  # some cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.common.current
         if model is None or current is None or model.own or current.version != targets.version:

@@ -264,7 +264,7 @@ class TrainerProcess:
             return channels[peer.route].send((header, *payload))
 
         known = SourceCache(target.slab.layout)
-        self.fast_path = SteadyTrainer(machine, model, known, target.slab.retain(), acquire, peers, send)
+        self.fast_path = SteadyTrainer(machine, model, known, target.slab, acquire, peers, send)
         return self.fast_path
 
     def shared_out(self, model: str, slab: Slab) -> Slab:
