@@ -256,7 +256,7 @@ class Dialer(LoopSocket):
         except zmq.ZMQError as error:
             self.close()
             raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
-        except NotConnected:
+        except BaseException:
             self.close()
             raise
 
@@ -284,7 +284,8 @@ class Dialer(LoopSocket):
         return len(self._endpoints) > 1
 
     def go_on(self) -> None:
-        """Connect to the next one, as this one is away."""
+        """Connect to the next one, as this one is away, with the key that was right here."""
+        self._attempt -= 1
         following = self._endpoints.index(self.endpoint) + 1
         self._turn_to(self._endpoints[following % len(self._endpoints)])
 

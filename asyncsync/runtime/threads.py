@@ -93,7 +93,10 @@ async def finish(future: asyncio.Future[T], on_cancel: Callable[[], object] = la
     if cancelled is not None:
         if not future.cancelled():
             future.exception()  # retrieved: the cancellation is what the caller sees
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled, on_cancel  # the error refers to this frame, which must not refer to it
     return future.result()
 
 
