@@ -97,9 +97,10 @@ def check_call(called: str, shown: Signature, args: Sequence[Any], kwargs: Mappi
         refuse_unknown(called, kwargs, shown.parameters.keys() - {"self"})
     if len(args) > len(by_position):
         surplus, few = args[len(by_position)], ", ".join(by_position[1:])
-        meant = f"model_id={surplus!r}" if isinstance(surplus, str) else "model=…"
+        meant = f"model_id={surplus!r}" if isinstance(surplus, str) and "model_id" not in by_position else "model=…"
         hint = meant if meant.partition("=")[0] in shown.parameters else "name the others"
-        raise TypeError(f"{called}(): only {few or 'keywords'} may be given without its name; {hint}")
+        rule = f"only {few} may be given without its name" if few else "it takes keywords only"
+        raise TypeError(f"{called}(): {rule}; {hint}")
     try:
         shown.bind(*args, **kwargs)
     except TypeError as error:
@@ -154,13 +155,13 @@ def described(typed: Typed) -> Typed:
     _, _, page = cleandoc(typed.__doc__ or "").partition("Args:\n")
     docs = {name: " ".join(doc.split()) for name, doc in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", page, re.MULTILINE)}
     hints = get_type_hints(typed, include_extras=True)
-    for name, doc in docs.items():
-        plain, option = hints[name], Option()
+    for name, plain in hints.items():  # also without docstrings, as in ``python -OO``
+        option = Option()
         if get_origin(plain) is Annotated:
             plain, option = get_args(plain)
         elif get_origin(plain) is Required:
             (plain,), option = get_args(plain), Option(Parameter.empty)
-        hints[name] = Annotated[plain, replace(option, doc=doc)]
+        hints[name] = Annotated[plain, replace(option, doc=docs.get(name) or option.doc)]
     typed.__annotations__ = hints
     return typed
 

@@ -58,8 +58,8 @@ class SteadyTrainer:
     """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
 
     ``newest`` is the newest version's slab, which this takes a reference to; ``acquire`` returns others, with a
-    descriptor as that has one, or raises. Without it, the bytes travel with the announcement. ``waiting`` has who has not answered the newest
-    version, and ``waiter`` is woken when everybody has, or when this has ended.
+    descriptor as that has one, or raises. Without it, the bytes travel with the announcement. ``waiting`` has who has
+    not answered the newest version, and ``waiter`` is woken when everybody has, or when this has ended.
     """
 
     def __init__(

@@ -158,8 +158,8 @@ class WorkerProcess:
         try:
             while self._waiting and self._is_open and self.channel.offer(self._waiting[0]):
                 self._waiting.popleft()
-        except ConnectionError:
-            self._is_open = False
+        except ConnectionError:  # what the worker has sent before its end can still be read
+            self._waiting.clear()
         if not self._is_open:  # the worker's end is seen by its sentinel
             self._waiting.clear()
         return not self._waiting

@@ -20,6 +20,7 @@ import socket
 import struct
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -251,8 +252,13 @@ class Channel:
         """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
         :meth:`shutdown` was called; OSError: this process has too many open files."""
         room, flags = socket.CMSG_LEN(_FILE.size), 0 if wait else socket.MSG_DONTWAIT
-        try:  # not recv_fds, which heeds no flags before Python 3.12
-            data, files, found, _ = self._socket.recvmsg(MAX_PACKET, room, flags | socket.MSG_CMSG_CLOEXEC)
+        # Not recv_fds, which heeds no flags before Python 3.12.
+        read = partial(self._socket.recvmsg, MAX_PACKET, room, flags | socket.MSG_CMSG_CLOEXEC)
+        try:
+            try:
+                data, files, found, _ = read()
+            except ConnectionResetError:  # the other side left something unread; what it has sent comes after this
+                data, files, found, _ = read()
         except BlockingIOError:
             return None
         except ConnectionError:

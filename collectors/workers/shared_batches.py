@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -114,10 +114,11 @@ class _Slot:
         self.place = file.place
         self.tensor = file.tensor()
 
-    def use(self) -> memoryview:
-        """The memory. Tensors that are made of it keep this very object alive."""
+    def use(self, freed: Callable[[object], None] | None = None) -> memoryview:
+        """The memory. Tensors that are made of it keep this very object alive; when none is left, ``freed`` is called
+        with :attr:`used`, in whatever thread."""
         memory = self.tensor.numpy().data
-        self.used = weakref.ref(memory)
+        self.used = weakref.ref(memory, freed)
         return memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -192,6 +193,13 @@ class Places:
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
         self._dim, self._teach = dim, teach
+        places = weakref.ref(self)
+
+        def freed(used: object) -> None:
+            if (here := places()) is not None:
+                here._forget(used)
+
+        self._freed = freed  # it keeps none of this alive
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
         self.arrange(None)
 
@@ -206,9 +214,9 @@ class Places:
         """A place for the next batch. Raises WeightSyncError, MemoryError."""
         if self.arrangement is None:
             return Batch()
-        free = [slot for slot in self.slots if slot.used() is None]
-        used = [slot for slot in self.slots if slot not in free]
-        spare = [slot for slot in free if slot.forks in (None, slab.forks)]
+        slots = self.slots.copy()  # at once, because another thread may free one
+        spare = [slot for slot in slots if slot.used() is None]
+        used = [slot for slot in slots if slot not in spare]
         if not spare:
             file = MemoryFile.create(self.arrangement.packed.nbytes)
             file.seal()
@@ -216,7 +224,18 @@ class Places:
         slot = spare[0]
         self.slots = [*used, *spare[1:MAX_SPARE], slot]
         lease = tuple(slot.place), tuple([one.place.inode for one in self.slots])
-        return Batch(self.arrangement, slot, slot.use(), lease, len(self.slots) > MAX_HELD)
+        return Batch(self.arrangement, slot, slot.use(self._freed), lease, len(self.slots) > MAX_HELD)
+
+    def _forget(self, used: object) -> None:
+        """Nothing is left of the batch in the slot with this :attr:`~_Slot.used`. In whatever thread: no more slots are
+        kept than are needed, and none that a forked child may be reading."""
+        slots = self.slots.copy()
+        for slot in slots:
+            if slot.used is used:
+                is_read, slot.forks = slot.forks not in (None, slab.forks), None
+                if is_read or sum(one.used() is None for one in slots) > MAX_SPARE:
+                    with suppress(ValueError):  # another thread is quicker
+                        self.slots.remove(slot)
 
     def learn(self, batch: Batch) -> None:
         """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""

@@ -52,6 +52,17 @@ def test_messages_of_any_size_come_whole_and_in_order(pair: Pair, size: int) -> 
     assert descriptors() == before
 
 
+def test_what_was_sent_before_an_end_that_left_something_unread_is_read(pair: Pair) -> None:
+    """The system reports such an end first, and once."""
+    here, there = pair
+    put(here, ("page", 1))
+    put(there, ("failed", "why"))
+    there.close()
+    assert here.receive(wait=False) == ("failed", "why")
+    with pytest.raises(Stopped):
+        here.receive(wait=False)
+
+
 @pytest.mark.parametrize("numel", [5, 100_000])
 def test_tensors_are_views_of_what_has_come(pair: Pair, numel: int) -> None:
     here, there = pair

@@ -179,6 +179,22 @@ def test_who_keeps_many_batches_gets_copies() -> None:
     del kept
 
 
+def test_slots_that_are_not_needed_any_more_go_with_their_batches() -> None:
+    """Not with the next request, and not those that were spare when this process forked."""
+    slots = make([rollout()], -1)
+    kept = [slots.take().shared() for _ in range(12)]
+    assert len(slots.slots) == 12
+    kept.clear()
+    gc.collect()
+    spare = list(slots.slots)
+    assert len(spare) == 2
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert next_slot(slots) in spare
+
+
 def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left() -> None:
     gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
