@@ -399,9 +399,11 @@ class Evaluator(Lifetime):
         self.closed = True
         errors = [request.exception() for request in self._results.copy()]
         waits = self._group.is_ours and not self._thread.is_current
-        self._collector.shutdown(timeout)
-        last = self._thread.call(lambda: None)
-        self._thread.abandon()
+        try:
+            self._collector.shutdown(timeout)
+        finally:
+            last = self._thread.call(lambda: None)
+            self._thread.abandon()
         if waits:  # until on_result has returned
             until_done(last, SHUTDOWN_SECONDS if timeout is None else timeout)
         for error in errors:
