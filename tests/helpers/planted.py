@@ -35,7 +35,7 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
-from asyncsync.transports.shared_memory import Lease, WeightSlots
+from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -64,6 +64,15 @@ def release_slots_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that takes it, although it is switched off, raises AttributeError."""
     monkeypatch.delattr(SteadyTrainer, "publish")
+
+
+def open_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers cannot open the sender's shared memory."""
+
+    def attach(*arguments: Any) -> Any:
+        raise PermissionError("this slot cannot be opened")
+
+    monkeypatch.setattr(SlotTransport, "attach", attach)
 
 
 def no_boot_id(monkeypatch: pytest.MonkeyPatch) -> None:

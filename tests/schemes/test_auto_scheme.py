@@ -70,6 +70,18 @@ async def test_small_weights_ride_in_the_instruction_or_are_copied_from_the_slot
 
 
 @both
+async def test_no_update_names_a_slot_to_workers_that_cannot_open_it(
+    auto: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_another_host(monkeypatch, lambda worker: True)
+    planted.open_no_slot(monkeypatch)
+    async with auto.crew(2, scheme=auto.scheme(), source=(source := Model(1))) as (sender, _, models):
+        for value in range(2, 9):
+            await sender.send_async(fill(source, value))
+            assert [model() for model in models] == [{value}, {value}]
+
+
+@both
 async def test_a_far_worker_that_comes_again_gets_what_is_in_the_slot_now(auto: Api, far: None) -> None:
     """The fast path of those on this host has meanwhile written where a version was that the far one had been sent."""
     sender = auto.sender(source := Model(0.0), scheme={"min_workers": 1})
