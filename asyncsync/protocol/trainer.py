@@ -201,6 +201,7 @@ class Trainer:
         self.targets.close()
         self.leases.close()
         self.wanted.clear()
+        self.announcement = None  # it may have views of a slab
 
     def check_open(self) -> None:
         """Raise Fenced or ClosedError if this trainer has come to its end."""
