@@ -36,6 +36,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
+HAS_VLLM = find_spec("vllm") is not None  # it and the tests of it run as its users start it
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run, and its children, a temporary directory of its own: what appears in it is this run's."""
     config.addinivalue_line("markers", "ray: starts a cluster of Ray; skipped where Ray is not installed")
@@ -44,16 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # tmp_path stays where one looks for it after a failure
     private = tempfile.mkdtemp(prefix="t-")  # short: a Unix socket's path has 107 bytes
     os.environ["TMPDIR"] = tempfile.tempdir = private
-    startup = str(Path(__file__).parent / "helpers" / "startup")
-    sys.path.append(startup)  # which is handed on, too
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
+    if not HAS_VLLM:
+        startup = str(Path(__file__).parent / "helpers" / "startup")
+        sys.path.append(startup)  # which is handed on, too
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
     # At exit, after multiprocessing has removed its own directory in there (priority -100).
     Finalize(None, shutil.rmtree, args=(private,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    gc.disable()  # as helpers/startup/sitecustomize.py, while everything is imported
+    if not HAS_VLLM:  # as helpers/startup/sitecustomize.py, while everything is imported
+        gc.disable()
     try:
         return (yield)
     finally:

@@ -359,7 +359,8 @@ class Staged(Instruction, kind=8):
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction, kind=9):
-    """``serial``: in the short form (:meth:`at_once`), of the AGAIN whose part is applied; 0: ``versions`` say it."""
+    """``serial``: in the short form (:meth:`at_once`), of the update whose one part is applied; 0: ``versions`` say
+    it."""
 
     epoch: Epoch
     versions: dict[str, int]
@@ -369,7 +370,8 @@ class Applied(Instruction, kind=9):
 
     @classmethod
     def at_once(cls, epoch: Epoch, serial: int) -> Applied:
-        """What the AGAIN of this serial has brought is applied, and nothing that was leased is still in use."""
+        """What the AGAIN of this serial has brought, or the UPDATE, if it has one part, is applied, and nothing that
+        was leased is still in use."""
         return cls(epoch, {}, serial, (), serial)
 
 
