@@ -314,7 +314,7 @@ class TrainerProcess:
 
     @property
     def usable(self) -> bool:
-        return self.alive and self.machine.fenced is None and not self.machine.closed
+        return self.alive and self._machine.fenced is None and not self._machine.closed  # the fast path goes on
 
 
 class SimulatedSideChannel:

@@ -213,7 +213,10 @@ class Simulation(Oracle):
     def _do_steady(self, a: int, b: int) -> None:
         """Some turns of a training loop with one model, each begun when everybody has the last; in the end, not all
         has arrived, or somebody could not be told."""
-        trainer, models = self.trainer, sorted(self.world.lent or self.world.models)
+        trainer, world = self.trainer, self.world
+        models = sorted(world.lent or (world.models if world.eager and not world.descriptors else ()))
+        if not models or world.fanout or world.checksum:
+            return
         model = models[a % len(models)]
         self._do_assemble(a, b)
         for _ in range(2):
@@ -884,7 +887,7 @@ class Simulation(Oracle):
 
     def _finish(self, worker: WorkerProcess) -> None:
         staging, worker.running = worker.running, None
-        trainer = next(t for t in self.trainers if t.machine.epoch == staging.epoch)
+        trainer = next(t for t in self.trainers if t.epoch == staging.epoch)  # whose fast path goes on
         for part in staging.parts.values():
             assert part.metadata == trainer.records[part.version - 1].metadata
         worker.machine.applied(staging)
