@@ -425,7 +425,7 @@ class Publishing:
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
         pool, machine = transport.pool or self._pool, self._machine
-        rides = type(transport).offer is Carrier.offer  # in the instruction
+        rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
         if target is None or (target.slab.descriptor is None) is not rides or self.send is None:

@@ -92,7 +92,7 @@ class SteadyTrainer:
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
         """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
-        if self._next.exports:  # libzmq, or the machine's last announcement, has still its bytes
+        if self._next.exports:  # libzmq, or the machine's last announcement, still reads it
             before, self._next = self._next, self._acquire()
             before.release()
         slab = self._next

@@ -680,9 +680,10 @@ class Trainer:
         version, serial, common = self.targets.version, self.serial, self.targets.models[model_id].common
         assert self.announcement is not None
         assert common.current is not None
-        common.current.slab.release()
+        before = common.current.slab
         layouts, deadline = frozenset(self.announcement.layouts), now + self.settings.layout_patience
         common.current = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
+        before.release()
         parts, form = {model_id: (version, slab)}, self.announcement.form
         last = self.announcement = Announcement(serial, parts, self.epoch, self.settings, form)
         for peer in peers:

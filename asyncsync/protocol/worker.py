@@ -734,10 +734,9 @@ class Worker:
         if at_once:
             outbox.pop()  # APPLIED reports it, too
         serial, in_use = self._in_use()
-        is_all = (
-            self.base is not None and self.base[0] == staging.serial
-        )  # of several parts, some may have been left out
-        if at_once and is_all and serial == staging.serial and not in_use:
+        # Of an update of several parts, some may have been left out here, which the short form cannot say.
+        is_whole = self.base is not None and self.base[0] == staging.serial
+        if at_once and is_whole and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
         else:
             session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))

@@ -196,3 +196,11 @@ def test_ctrl_c_while_numpy_is_imported_is_not_lost(source: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (-signal.SIGINT, ""), done.stderr
+
+
+@pytest.mark.thorough
+def test_it_works_without_docstrings(tmp_path: Path) -> None:
+    """They describe options, and do not declare them."""
+    code = "import asyncsync; print(asyncsync.SharedMemWeightSyncScheme(slots=3).bus.num_workers)"
+    path = os.environ.get("PYTHONPATH", "")
+    assert run(sys.executable, "-OO", "-c", code, cwd=tmp_path, PYTHONPATH=path).split() == ["None"]

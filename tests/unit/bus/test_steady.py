@@ -9,8 +9,11 @@ import pytest
 
 import asyncsync.bus.publishing as fast_path
 import asyncsync.model.update
+from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.weights.packing import SourceCache
 from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare
+from helpers.machines import Desk, flat
 from helpers.pairs import Clock, Crew, fill, held
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
@@ -207,6 +210,33 @@ async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(
             await send(everybody, 10)
         assert not interrupts
         await send(everybody, 11, 12)
+
+
+def test_a_slab_that_cannot_be_had_costs_none() -> None:
+    """Neither at the beginning, nor where libzmq still reads the slab that is to be written."""
+    desk = Desk(1)
+    desk.join(0)
+    desk.machine.assemble("policy")
+    version = desk.publish(1)
+    desk.applied(0, policy=version)
+    target, peers, left = desk.machine.targets.models["policy"].common.current.slab, [desk.machine.peers[0]], [1]
+
+    def acquire() -> Any:
+        if not left:
+            raise MemoryError("no memory for a slab")
+        return left.pop() and desk.pool.acquire(target.layout)
+
+    given = desk.machine, "policy", SourceCache(target.layout), target, acquire, peers, lambda *message: True
+    steady = SteadyTrainer(*given)
+    piece = steady._next.export(0, 8)
+    with pytest.raises(MemoryError):
+        steady.publish(flat(2), 0.0)
+    assert steady._next.references == 1
+    steady.end()
+    with pytest.raises(MemoryError):
+        SteadyTrainer(*given)
+    del piece
+    assert (desk.pool.used, target.references) == ({target}, 1)
 
 
 # -- the sender's ------------------------------------------------------------------------------------------------------

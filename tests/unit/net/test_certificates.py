@@ -1,5 +1,6 @@
 """Certificates, and the directory of those that are let in: what is read, what is refused, and what takes effect."""
 
+import asyncio
 import logging
 import os
 import stat
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq.auth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync import NotConnected
+from asyncsync import NotConnected, ZMQWeightSyncScheme
 from asyncsync.net import keys
 from asyncsync.net.keys import (
     Certificate,
@@ -287,3 +289,16 @@ def test_paths_are_absolute_wherever_they_are_used(tmp_path: Path, monkeypatch: 
         f"{tmp_path}/clients",
         "/home/somebody/keys/worker-{worker_idx}.key_secret",
     )
+
+
+async def test_a_receiver_without_a_key_leaves_nothing_in_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    watched: Any = asyncio.get_running_loop()._selector.get_map()  # type: ignore[attr-defined]
+    before = set(watched)
+    scheme = ZMQWeightSyncScheme(endpoint="tcp://127.0.0.1:9", server_key="server.key", clients="clients")
+    scheme.init_on_receiver(model_id="policy", model={"weight": torch.zeros(1)}, worker_idx=0)
+    with pytest.raises(ValueError, match="client_key"):
+        await scheme.connect(timeout=1)
+    await asyncio.sleep(0)
+    assert set(watched) == before
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    await scheme.shutdown()

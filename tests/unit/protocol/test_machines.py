@@ -161,7 +161,7 @@ MUTATIONS = {
     "a slot that is announced is not leased": [(Trainer, "_start", "if last.leases:", "if False:")],
     "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
-    "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "common.current.slab.release()", "pass")],
+    "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
         (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
     ],

@@ -2,8 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
+import gc
 import threading
 import time
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from asyncsync.runtime.threads import (
     Interruption,
     WorkThread,
     elsewhere,
+    finish,
     interruptibly,
     join,
     settle,
@@ -36,6 +41,49 @@ async def test_what_is_raised_reaches_the_awaiting_coroutine(error: Exception) -
     with pytest.raises(kind, match=r"over|no"):
         await thread.submit(fail)
     await thread.close()
+
+
+class Weights:
+    """What a call refers to."""
+
+
+async def test_a_call_that_is_withdrawn_lets_go_of_what_it_refers_to() -> None:
+    thread, begun, end = WorkThread("a test's"), threading.Event(), threading.Event()
+
+    def busy() -> bool:
+        begun.set()
+        return end.wait(10)
+
+    first = thread.call(busy)
+    assert begun.wait(10)
+    weights = Weights()
+    alive, waiting = weakref.ref(weights), thread.call(partial(id, weights))
+    del weights
+    assert waiting.cancel()
+    assert alive() is None
+    end.set()
+    assert first.result(10)
+    await thread.close()
+
+
+async def test_a_wait_that_was_cancelled_refers_to_nothing_afterwards() -> None:
+    """Not even until the next garbage collection."""
+    future = asyncio.get_running_loop().create_future()
+    weights = Weights()
+    alive = weakref.ref(weights)
+    waiting = asyncio.create_task(finish(future, partial(lambda _: future.set_result(None), weights)))
+    del weights
+    await asyncio.sleep(0)
+    gc.disable()
+    try:
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        assert waiting.cancelled()
+        del waiting
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 async def test_another_thread_settles_a_future_once() -> None:
