@@ -642,14 +642,14 @@ class Trainer:
         nothing but version and bytes, the rest of what an UPDATE takes into account cannot have changed.
         """
         last, targets = self.announcement, self.targets
-        if last is None or not last.repeatable or targets.pending or targets.staged or not self.settings.fast:
+        if last is None or not last.repeatable or not self.settings.fast:
             return None
         if last.apart:
             return None  # some cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.common.current
-        if model is None or current is None or model.own or current.version != targets.version:
-            return None  # a version that was skipped, or refused, is nobody's
+        if model is None or current is None or current.version != targets.version:
+            return None  # the last version is pending, staged, another model's, one worker's, or nobody's
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
             return None
         peers = [peer for peer in self.membership.peers.values() if not peer.lost]
