@@ -89,7 +89,8 @@ class GroupCollector(BaseCollector):
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
     _iter = _part("_driver.count")
-    free_error = _part("group.free_error")
+    _collected = _part("_driver.frames")
+    free_error = _part("_driver.free_error")
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiOptions]) -> None:
@@ -326,10 +327,6 @@ class GroupCollector(BaseCollector):
         """Batch dimensions of a worker's environment."""
 
     @property
-    def _collected(self) -> int:
-        return self.group.frames if self._driver.is_free else self._driver.frames
-
-    @property
     def requested_frames_per_batch(self) -> int:
         """Frames of a batch."""
         return self._driver_class.frames_of_batch(self._arguments.frames)
@@ -389,7 +386,6 @@ class GroupCollector(BaseCollector):
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         states = self.group.ask("state_dict", timeout=timeout)
-        self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
@@ -411,7 +407,7 @@ class GroupCollector(BaseCollector):
         for name in there:
             self.group.ask("load_state_dict", state[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
-        self._driver.frames = self.group.frames = state.get("frames", self._driver.frames)
+        self._driver.frames = state.get("frames", self._driver.frames)
         self._driver.count = state.get("iter", self._driver.count)
         policies = [policy for name in there for policy in parts_of(state[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}

@@ -7,6 +7,8 @@ next caller goes on from there. The caller's own thread assembles the batch and 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -27,9 +29,15 @@ from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, proc
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import Batch, Places
+from asyncsync.collectors.workers.worker import FREE
 from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
+
+logger = logging.getLogger("asyncsync")
+
+AHEAD = 2
+"""Rollouts that a worker which runs free is asked for at a time, so that it never waits for the next request."""
 
 
 @dataclass
@@ -87,7 +95,7 @@ class Driver(ABC):
         random: for a collector that is a worker: whether its trainer wants the policy left out.
         busy: for each worker, the batch of its rollout that nobody has taken yet.
         left: batches of callers that were interrupted.
-        is_free: whether the workers run free.
+        free_error: what has ended workers that ran free, until it was raised.
     """
 
     _places: list[Places]  # where batches come to lie
@@ -97,7 +105,8 @@ class Driver(ABC):
         self.random: bool | None = False
         self.busy: dict[int, Batch] = {}
         self.left: deque[Batch] = deque()
-        self.is_free = False
+        self.free_error: BaseException | None = None
+        self._free: asyncio.Task[None] | None = None
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
@@ -151,15 +160,13 @@ class Driver(ABC):
     def _is_over(self) -> bool:
         """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
         meanwhile; ClosedError: it was shut down before, or this is a forked process."""
-        if not self.is_free and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
+        is_running = self.is_running
+        if not is_running and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
             return True
         self.group.check()
-        if not self.is_free:
-            return False
-        self.count_free()
-        if self.is_free:
+        if is_running:
             raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
-        return self._is_over()
+        return False
 
     def _request(self, worker: int, batch: Batch, frames_before: int) -> None:
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
@@ -261,10 +268,10 @@ class Driver(ABC):
 
     def _is_in_vain(self) -> bool:
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
-        itself pauses the workers that it would wait for; ClosedError: after the end, or in a forked process."""
+        itself pauses the workers that it would wait for; else as :meth:`_is_over`."""
         if self._pauses and is_caller(self._pauses):
             raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
-        return (self._collector.closed or not self.group.is_ours) and self._is_over()
+        return self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
         """The batch of its rollouts."""
@@ -329,38 +336,62 @@ class Driver(ABC):
 
     def run_free(self) -> None:
         """Have the workers collect into the replay buffer until there are enough frames."""
+
+        async def begin() -> None:
+            if not self.is_running:
+                self._free = asyncio.get_running_loop().create_task(self._run_free())
+
         self.group.check()
-        self.count_free()
-        if not self.is_free:
-
-            async def begin() -> None:
-                arguments = self._arguments
-                self.group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
-                self.is_free = True
-
-            loop_thread.run(begin)
+        loop_thread.run(begin)
 
     @property
     def is_running(self) -> bool:
-        """Whether workers run free, and have not ended."""
-        group = self.group
-        return self.is_free and not (group.finished or group.ending or group.failure is not None)
+        """Whether workers run free."""
+        return self._free is not None and not self._free.done()
+
+    async def _run_free(self) -> None:
+        try:
+            async with self._turn:
+                await self._roll_free()
+        except Exception as error:
+            if not self.group.ending:  # nobody may be waiting for the frames
+                logger.error("an error ended collection in the background", exc_info=error)
+                self.free_error = error
+
+    async def _roll_free(self) -> None:
+        """Have the workers roll out into the replay buffer until there are enough frames. Those that have been
+        collected or requested count."""
+        arguments, workers = self._arguments, range(len(self._arguments.frames))
+        under_way, done = [int(worker in self.busy) for worker in workers], [0 for _ in workers]
+        batch = self._free_batch()
+
+        def requested() -> int:
+            return self.frames + sum(n * frames for n, frames in zip(under_way, arguments.frames, strict=True))
+
+        begin = requested()
+
+        def go_on(worker: int) -> None:
+            while under_way[worker] < AHEAD:
+                before = requested() if batch is None else begin + done[worker] * batch
+                if before >= arguments.total_frames:
+                    return
+                self.group.request(worker, FREE, before < arguments.init_random_frames)
+                under_way[worker] += 1
+                done[worker] += 1
+
+        for worker in workers:
+            go_on(worker)
+        while any(under_way):
+            result = await self.group.next_result()
+            self.frames += result.frames
+            under_way[result.worker] -= 1
+            go_on(result.worker)
+        self.busy = {}
 
     def _free_batch(self) -> int | None:
-        """Frames of a batch, of which workers that run free do equal numbers; None: they share the frames as they
-        come."""
+        """Frames of one rollout of every worker, if each does as many as the others when they run free; None: each
+        begins a rollout whenever frames are missing."""
         return None
-
-    def count_free(self) -> None:
-        """Count the frames of workers that run free; if they have all, end that."""
-        if not self.is_free:
-            return
-        ended = not self.is_running and self.group.failure is None
-        self.frames = self.group.frames
-        if ended:  # rollouts that were under way when the workers were set free have been counted
-            self.group.results.clear()
-            self.busy = {}
-            self.is_free = False
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
@@ -418,11 +449,10 @@ class AsyncDriver(Driver):
         self._places = [self.group.places([worker], -1) for worker in range(len(self._arguments.frames))]
 
     async def produce(self) -> Batch:
-        results = self.group.results
         if self._made is None:
             for worker in range(len(self._places)):
                 self._ask_if_wanted(worker)
-            result = await self.group.until(lambda: results.popleft() if results else None)
+            result = await self.group.next_result()
             worker = result.worker
             self._made = self._done(self._places[worker], self.busy.pop(worker), [result])
         worker = self._made.results[0].worker

@@ -36,7 +36,7 @@ from asyncsync.collectors.trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
 from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, Places
-from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
+from asyncsync.collectors.workers.worker import Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.remote_calls import RemoteCallCore
@@ -48,26 +48,11 @@ T = TypeVar("T")
 BY_ITSELF = 0.7
 """Part of a shutdown's time in which workers end by themselves; then their programs are ended."""
 
-AHEAD = 2
-"""Rollouts that a worker which runs free is asked for at a time, so that it never waits for the next request."""
-
 APART = 1 << 40
 """So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
 
 LASTING = ("pre_hook", "post_hook", "record")
 """Calls whose effect a worker that is launched again is to have, too."""
-
-
-class _Limits(NamedTuple):
-    """How far workers run free: each is asked for rollouts while there are fewer than ``total`` frames, with random
-    actions while there are fewer than ``random``. Those that have been collected or begun count. ``batch``, unless it
-    is None, are the frames of one rollout of every worker: then a worker counts as if, since there were ``begin``
-    frames, all had begun as many rollouts as it has itself."""
-
-    total: float
-    random: float
-    batch: int | None
-    begin: int
 
 
 class Reports(NamedTuple):
@@ -152,8 +137,6 @@ class _Member:
         self.launches = 0  # beyond the first one
         self.has_begun = self.is_connected = self.is_paused = self.has_ended = False
         self.requests: deque[Message] = deque()  # for rollouts that are not done yet
-        self.is_free = False
-        self.done = 0  # rollouts that were asked for since it runs free
         self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers; sent once it has connected
         self.lasting: dict[str, _Call] = {}
         self.unrecorded = 0  # rollouts that its profile lacks
@@ -181,8 +164,6 @@ class WorkerGroup:
         infos: what each worker has reported.
         page: what workers are to see between two steps.
         failure: what has ended collection.
-        free_error: the failure, until it was raised, if it has ended workers that run free.
-        frames: collected by workers that run free, or write to a replay buffer.
         ending: whether the end has begun.
         is_over: whether all workers have ended, and everything is closed.
     """
@@ -194,8 +175,6 @@ class WorkerGroup:
         self.results: deque[RolloutResult] = deque()
         self.infos: dict[int, WorkerInfo] = {}
         self.failure: BaseException | None = None
-        self.free_error: BaseException | None = None
-        self.frames = 0
         self.ending = self.is_over = False
         self._owner, self._connect_timeout, self._trajectories = owner, connect_timeout, trajectories
         self._pid = os.getpid()
@@ -207,16 +186,13 @@ class WorkerGroup:
             self.page.on_change = self._tell_all
         self._members: list[_Member] = []
         self._common: bytes | None = None
-        self._writes = False  # into a replay buffer
         self._followed: Message | None = None
-        self._limits = _Limits(0, 0, None, 0)
         self._calling: list[RemoteCallCore] = []  # schemes that call an object in each worker
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
         """Start one worker for each specification. Returns before any is ready."""
-        self._writes = replay_buffer is not None
         self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
         self._common = self.family.open(self, replay_buffer, schemes)
@@ -346,37 +322,9 @@ class WorkerGroup:
                 self._tell(member, at_once=True)  # of a pause that has begun, above all
             self._send(member, request)
 
-    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
-        """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
-        random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
-        begins a rollout whenever frames are missing. On the loop thread."""
-        self._limits = _Limits(total, random, batch, self._begun())
-        for member in self._members:
-            member.done, member.is_free = 0, True
-        for member in self._members:
-            self._go_on(member)
-        self._report_free()
-        self._notify()
-
-    def _begun(self) -> int:
-        """Frames in the replay buffer, and of rollouts under way."""
-        return self.frames + sum(self.infos[member.rank].frames * len(member.requests) for member in self._members)
-
-    def _go_on(self, member: _Member) -> None:
-        """Further rollouts of a worker that runs free, if there are not enough frames yet."""
-        total, random, batch, begin = self._limits
-        while len(member.requests) < AHEAD:
-            before = self._begun() if batch is None else begin + member.done * batch
-            if before >= total:
-                break
-            member.done += 1
-            self.request(member.rank, FREE, before < random)
-        member.is_free = bool(member.requests)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all workers that ran free have reached the total."""
-        return not any(member.is_free for member in self._members)
+    async def next_result(self) -> RolloutResult:
+        """Wait on the loop thread for the rollout that is done next, as :meth:`until`."""
+        return await self.until(lambda: self.results.popleft() if self.results else None)
 
     # -- the control page ---------------------------------------------------------------------------------------------
 
@@ -505,13 +453,8 @@ class WorkerGroup:
             case "result", in_place, steps, frames, layout, payload:
                 member.requests.popleft()
                 member.unrecorded -= 1
-                if self._writes:
-                    self.frames += frames
-                if member.is_free:
-                    self._go_on(member)
-                else:
-                    load = partial(self.family.batch, member.rank, payload)
-                    self.results.append(RolloutResult(member.rank, in_place, steps, frames, layout, load))
+                load = partial(self.family.batch, member.rank, payload)
+                self.results.append(RolloutResult(member.rank, in_place, steps, frames, layout, load))
             case "begun", _:
                 self._tell(member)
             case ("told",):
@@ -543,23 +486,13 @@ class WorkerGroup:
             self._ask(call)
         for request in member.requests:  # of the one that was lost
             self._send(member, request)
-        if member.is_free:
-            self._go_on(member)
 
     # -- failures and losses ------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-            self._report_free()
         self._notify()
-
-    def _report_free(self) -> None:
-        """Log the failure if workers run free: nobody may be waiting for their frames."""
-        is_new = self.failure is not None and self.failure is not self.free_error
-        if is_new and not (self.ending or self.finished):
-            logger.error("an error ended collection in the background", exc_info=self.failure)
-            self.free_error = self.failure
 
     def _failed(self, member: _Member, failure: Failure) -> None:
         """The user's code has failed in a worker, which ends collection."""

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import PeerLost
-from helpers.collecting_multi import RandomFrames, SharedBuffer, make, options, policy
+from helpers.collecting_multi import RandomFrames, SharedBuffer, make, options, policy, wait_for
 from helpers.pairs import until
 
 
@@ -132,13 +131,6 @@ SLOW = make(delay=0.01)
 @pytest.fixture
 def buffer(tmp_path: Path) -> SharedBuffer:
     return SharedBuffer(tmp_path)
-
-
-def wait_for(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 50
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def more_comes(buffer: SharedBuffer, count: int = 12) -> None:

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from asyncsync.collectors import trajectories as subject
 from helpers import collecting_torchrl
-from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
+from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy, wait_for
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -304,7 +304,7 @@ def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], free
     with kind([make()] * 2, policy(), **arguments) as collector:
         if free:
             collector.start()
-            collector.group.wait(lambda: collector.group.finished, 60)
+            wait_for(lambda: not collector.is_running())
         else:
             assert set(collector) == {None}
     sizes = buffer.sizes()

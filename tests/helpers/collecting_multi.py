@@ -203,6 +203,13 @@ class CannotTravel:
         raise TypeError("stays here")
 
 
+def wait_for(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 50
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def ask(collector: Any) -> None:
     """Have the workers begin their rollouts, and wait for none."""
 

@@ -12,11 +12,13 @@ from tensordict import TensorDict
 
 from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily
+from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments
 from asyncsync.collectors.trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import APART, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Parcel, dumps
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import AckTimeout, PeerLost
+from helpers.collecting_multi import wait_for
 
 
 class Family(NodeFamily):
@@ -117,6 +119,18 @@ def launch_again(group: WorkerGroup, family: Family, rank: int = 0) -> None:
     lose(group, family, rank)
     family.begin(rank)
     group.wait(lambda: group.connected, 20)
+
+
+class Collector:
+    """Nobody's: workers are set free without one."""
+
+
+def run_free(group: WorkerGroup, total: int) -> AsyncDriver:
+    """Have both nodes roll out into the replay buffer, four frames at a time."""
+    arguments = BatchArguments([4, 4], total, 0, False, "a buffer", False, 0)
+    driver = AsyncDriver(Collector(), group, arguments)
+    driver.run_free()
+    return driver
 
 
 def asked(group: WorkerGroup, worker: int, name: str = "state") -> Future[Any]:
@@ -262,30 +276,30 @@ def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
 def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, total: int) -> None:
     family, group = groups(replay_buffer="a buffer")
     lose(group, family, 0)
-    group.call_soon(group.run_free, total, 0)
+    driver = run_free(group, total)
     let_pass(group)
-    assert group.finished == (total == 0), "the one that is launched again has rollouts to do"
+    assert driver.is_running == (total > 0), "the one that is launched again has rollouts to do"
     assert family.kinds(0) == ["build"]
     assert group.failure is None
     family.begin(0)
-    group.wait(lambda: group.finished, 20)
-    assert group.frames == total
+    wait_for(lambda: not driver.is_running)
+    assert driver.frames == total
 
 
 def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Groups) -> None:
     family, group = groups(replay_buffer="a buffer")
     family.silent.add("rollout")
-    group.call_soon(group.run_free, 16, 0)
+    driver = run_free(group, 16)
     let_pass(group)
     assert [family.open_calls[rank] for rank in range(2)] == [["rollout"] * 2] * 2, "a node never waits for the next"
     for _ in range(2):
         family.roll_out(0)
-    group.wait(lambda: group.frames == 8, 20)
+    wait_for(lambda: driver.frames == 8)
     launch_again(group, family)
-    assert not group.finished, "the other one works"
+    assert driver.is_running, "the other one works"
     for _ in range(2):
         family.roll_out(1)
-    group.wait(lambda: group.finished, 20)
+    wait_for(lambda: not driver.is_running)
     assert "rollout" not in family.kinds(0)
 
 
