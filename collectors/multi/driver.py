@@ -160,7 +160,7 @@ class Driver(ABC):
     def _is_over(self) -> bool:
         """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
         meanwhile; ClosedError: it was shut down before, or this is a forked process."""
-        is_running = self.is_running
+        is_running = self._free is not None
         if not is_running and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
             return True
         self.group.check()
@@ -338,7 +338,7 @@ class Driver(ABC):
         """Have the workers collect into the replay buffer until there are enough frames."""
 
         async def begin() -> None:
-            if not self.is_running:
+            if self._free is None:
                 self._free = asyncio.get_running_loop().create_task(self._run_free())
 
         self.group.check()
@@ -347,7 +347,7 @@ class Driver(ABC):
     @property
     def is_running(self) -> bool:
         """Whether workers run free."""
-        return self._free is not None and not self._free.done()
+        return self._free is not None
 
     async def _run_free(self) -> None:
         try:
@@ -357,6 +357,8 @@ class Driver(ABC):
             if not self.group.ending:  # nobody may be waiting for the frames
                 logger.error("an error ended collection in the background", exc_info=error)
                 self.free_error = error
+        finally:
+            self._free = None
 
     async def _roll_free(self) -> None:
         """Have the workers roll out into the replay buffer until there are enough frames. Those that have been

@@ -249,7 +249,7 @@ class WorkerGroup:
 
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
-        if not self.is_ours:
+        if self._pid != os.getpid():
             raise ClosedError(
                 f"this {self._owner} belongs to process {self._pid}, from which this process was forked: use it there, "
                 "or make a new one here"
