@@ -49,8 +49,8 @@ def _part(path: str, doc: str = "The argument of this name, as it is used.") -> 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
-    ``block`` makes it, for the calling thread (None) or a task. Entering waits for the step under way; ``async with``
-    does not block the event loop meanwhile. Leaving never waits.
+    ``block`` makes it, for the calling thread (by its identifier) or a task. Entering waits for the step under way;
+    ``async with`` does not block the event loop meanwhile. Leaving never waits.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -58,7 +58,7 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(self._block(None))
+        self._entered.enter_context(self._block(threading.get_ident()))
 
     def __exit__(self, *exc: object) -> None:
         self._entered.close()
@@ -75,10 +75,11 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         self._entered.close()
 
 
-def is_caller(owners: Iterable[object]) -> bool:
-    """Whether the calling thread or task is among these owners of blocks."""
+def check_not_paused_here(name: str, owners: Iterable[object]) -> None:
+    """Raises RuntimeError: the calling thread or task, about to wait for a rollout, is among these owners of pauses."""
     task = asyncio.current_task() if running_loop() is not None else None
-    return any(owner in (threading.get_ident(), task) for owner in list(owners))
+    if any(owner in (threading.get_ident(), task) for owner in list(owners)):
+        raise RuntimeError(f"this thread has paused this {name}: leave the pause() block before collecting")
 
 
 class Signals(Protocol):
@@ -287,7 +288,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @abstractmethod
     def _paused(self, owner: object) -> AbstractContextManager[None]:
-        """A block of a task (None: of the calling thread) in which nothing steps."""
+        """A block of a thread, by its identifier, or of a task, in which nothing steps."""
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End a collector that :meth:`start` has started; the same as :meth:`shutdown`."""

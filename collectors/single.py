@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar, Unpack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -39,8 +39,6 @@ from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
 _log = logging.getLogger("asyncsync")
-
-T = TypeVar("T")
 
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
@@ -161,15 +159,18 @@ class Collector(BaseCollector, metaclass=Chooses):
             Exception: the environment or the policy raised it; the next rollout goes on from the step before. Or a
                 hook raised it, which ends collection.
         """
-        return self._in_turn(self._hooked_rollout)
+        return self._lock.in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
-        if (hook := self.pre_collect_hook) is not None:
-            self._call_hook(hook)
-        if self._profiler is None:
-            return self._rollouts.roll()
-        with self._profiler.rollout():
-            return self._rollouts.roll()
+        if self._pre_collect_hook is not None:
+            self._call_hook(self._pre_collect_hook)
+        try:
+            with nullcontext() if self._profiler is None else self._profiler.rollout():
+                return self._rollouts.roll()
+        except KeyError as error:
+            if "is_init" in str(error):
+                error.add_note(WITHOUT_INIT)
+            raise
 
     def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:
         try:
@@ -179,19 +180,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise
 
     def _next_batch(self) -> TensorDictBase | None:
-        return self._in_turn(self._whole_batch)
-
-    def _in_turn(self, function: Callable[[], T]) -> T:
-        """Call with the lock; a StopIteration, which would end a caller's loop silently, becomes a RuntimeError."""
-        with self._lock.rolling():
-            try:
-                return function()
-            except (StopIteration, StopAsyncIteration) as error:
-                raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
-            except KeyError as error:
-                if "is_init" in str(error):
-                    error.add_note(WITHOUT_INIT)
-                raise
+        return self._lock.in_turn(self._whole_batch)
 
     def _whole_batch(self) -> TensorDictBase | None:
         """Rollouts until there is a batch for the caller; None: its frames went to the replay buffer, or all frames
@@ -223,8 +212,8 @@ class Collector(BaseCollector, metaclass=Chooses):
             if batch is not None:
                 rollouts.frames += batch.numel()
                 batch = processed(batch, arguments.postproc, split_trajs=arguments.split_trajs)
-                if (hook := self.post_collect_hook) is not None:
-                    self._call_hook(hook, batch)
+                if self._post_collect_hook is not None:
+                    self._call_hook(self._post_collect_hook, batch)
                 if self._trajectories is not None:
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
@@ -304,14 +293,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
         self.raise_free_error()
-        return self._standing(ANSWER_SECONDS, owner)
-
-    @contextmanager
-    def _standing(self, timeout: float, owner: object = None) -> Iterator[None]:
-        self._check_open()
-        with self._lock.standing(timeout, owner):
-            self._check_open()  # meanwhile
-            yield
+        return self._lock.standing(ANSWER_SECONDS, owner)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
@@ -337,7 +319,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def record(self, config: ProfileConfig | None, name: str) -> None:
-        with self._standing(ANSWER_SECONDS):
+        with self._lock.standing(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
                 return
@@ -359,7 +341,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
             return following
@@ -376,7 +358,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             ValueError: an index was given, but there is only one environment.
             AckTimeout: the step under way did not end within 60 s.
         """
-        with self._standing(ANSWER_SECONDS):
+        with self._lock.standing(ANSWER_SECONDS):
             self._reset(index, kwargs)
 
     def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
@@ -388,12 +370,12 @@ class Collector(BaseCollector, metaclass=Chooses):
                 self._trajectories.break_off(broken_off)
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=self._arguments.split_trajs)
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        with self._lock.standing(timeout), self.acting_weights.holds():
+        with self._lock.standing(timeout, if_open=False), self.acting_weights.holds():
             rollouts = self._rollouts
             stateful = getattr(rollouts.env, "transform", rollouts.env)  # of a TransformedEnv, the transforms
             state: dict[str, Any] = {
@@ -420,7 +402,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             # Where no scheme counts: the frames that follow are not the earlier ones' version.
             self.increment_version()
 
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
                 rollouts.env.load_state_dict(env_state)
             if "versions" in state:

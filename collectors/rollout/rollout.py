@@ -199,12 +199,12 @@ class Rollouts:
         """One rollout, by the thread that holds the lock: ``[*env.batch_size, time]``; None: its frames were added to
         the replay buffer."""
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
-        interruptor, is_cut = arguments.interruptor, False
+        interruptor, is_cut, frame = arguments.interruptor, False, None
         weights.check()
         if arguments.reset_at_each_iter or self.carrier.is_lost:
             self.reset()
         random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
-        adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
+        max_lag, left = arguments.max_lag, arguments.steps
         buffer.begin()
         with set_interaction_type(arguments.exploration_type):
             while left and not is_cut:
@@ -221,7 +221,7 @@ class Rollouts:
                         frame = self.steps.step(random)
                         left -= 1
                         is_cut = interruptor is not None and interruptor.collection_stopped()
-                        if not left or is_cut or adds or max_lag is not None:
+                        if not left or is_cut or frame is not None or max_lag is not None:
                             break
                         if lock.wanted or holds.awaited or (signals is not None and signals.calls):
                             break
@@ -229,7 +229,7 @@ class Rollouts:
                     self._add(frame, last=is_cut or not left)
                     if self.frames >= arguments.total_frames:
                         break
-        if adds:
+        if frame is not None:
             return None
         batch = buffer.finish()
         if self.keys.truncated:
