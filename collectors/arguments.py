@@ -18,6 +18,7 @@ from torch import nn
 
 Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
+DEVICES = ("device", "storing_device", "env_device", "policy_device")
 
 MAX_WORKERS = 480
 """Of one collector: a page of shared memory has room for the versions of so many."""

@@ -23,16 +23,20 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.arguments import declared
-from asyncsync.collectors.arguments import RolloutArguments, check_devices, check_policy, check_policy_factory
+from asyncsync.collectors.arguments import (
+    DEVICES,
+    RolloutArguments,
+    check_devices,
+    check_policy,
+    check_policy_factory,
+)
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.rollout.steps import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.errors import ClosedError
@@ -107,13 +111,12 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
-        check_devices(devices)
+        check_devices({name: given[name] for name in DEVICES})
         self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
         self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
-        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, arguments.traj_pool)
+        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock)
         self._iter = -1  # rollouts before the newest one; -1: there was none
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
@@ -125,15 +128,10 @@ class Collector(BaseCollector, metaclass=Chooses):
             made = policy if policy_factory is None else policy_factory()
             if arguments.auto_register_policy_transforms:
                 rollouts.env = primed(env, made)
-            device, storing, acting, stepping = devices.values()
-            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, arguments.no_cuda_sync))
-            arguments.fit(rollouts.n_env)
-            memory = SameBatch() if arguments.return_same_td else NewBatches()
-            rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
+            rollouts.set_up()
             self._original_policy = as_module(made, rollouts.env)
-            trust_policy = bool(arguments.trust_policy)
-            self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
-            rollouts.set_policy(self.policy, trust_policy, arguments.compile_policy, arguments.cudagraph_policy)
+            self.policy = placed(self._original_policy, rollouts.devices.policy, trust=bool(arguments.trust_policy))
+            rollouts.set_policy(self.policy)
             arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
             self._set_up_senders(schemes, updater, sources)

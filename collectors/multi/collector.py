@@ -25,6 +25,7 @@ from torch import nn
 
 from asyncsync.arguments import declared, defaults_of
 from asyncsync.collectors.arguments import (
+    DEVICES,
     check_count,
     check_devices,
     check_factories,
@@ -62,7 +63,6 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
-DEVICES = ("device", "storing_device", "env_device", "policy_device")
 OF_WORKERS = (
     "max_frames_per_traj", "reset_at_each_iter", "track_traj_ids", "exploration_type", "set_truncated", "extend_buffer",
     "trust_policy", "compile_policy", "cudagraph_policy", "no_cuda_sync", "pre_collect_hook", "max_lag", "compact_obs",

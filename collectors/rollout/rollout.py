@@ -24,7 +24,9 @@ from asyncsync.collectors.rollout.policies import plainly_called, wrapped
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
+    NewBatches,
     RolloutBuffer,
+    SameBatch,
     TensorDictSteps,
     compact,
     keep_written,
@@ -42,10 +44,10 @@ class Rollouts:
     Args:
         env: the environment, not moved yet.
         weights: of the models that act.
-        traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
+        traj_pool: where trajectory ids come from.
         policy: what acts, as a module that takes a TensorDict.
         carrier: what goes from step to step.
         keys: of entries that the environment has.
@@ -62,31 +64,23 @@ class Rollouts:
     buffer: RolloutBuffer
     steps: TensorDictSteps
 
-    def __init__(
-        self,
-        env: Any,
-        arguments: RolloutArguments,
-        weights: ActingWeights,
-        lock: RolloutLock,
-        traj_pool: _TrajectoryPool | None,
-    ) -> None:
+    def __init__(self, env: Any, arguments: RolloutArguments, weights: ActingWeights, lock: RolloutLock) -> None:
         self.env = env
         self.arguments = arguments
         self.frames = 0
         self.random: bool | None = False
         self.signals: Signals | None = None
-        self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
+        self.traj_pool: _TrajectoryPool = _TrajectoryPool() if arguments.traj_pool is None else arguments.traj_pool
         self._weights = weights
         self._lock = lock
 
-    def set_up(self, devices: RolloutDevices) -> None:
-        """Move the environment to its device, limit its steps, and reset it."""
-        self.devices = devices
+    def set_up(self) -> None:
+        """Move the environment to its device, limit its steps, and reset it; fit the arguments to it."""
+        self.devices = devices = RolloutDevices(self.arguments)
         self.env = limited(devices.place(self.env), self.arguments.max_frames_per_traj)
         self.carrier = Carrier(self.arguments, self._weights, self.traj_pool, devices)
         root = self._reset()
         self.batch_size = environments.batch_size_of(self.env)
-        self.n_env = self.batch_size.numel()
         if root.batch_size != self.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
@@ -95,6 +89,9 @@ class Rollouts:
         self._check_keys(root)
         self.keys = environments.entry_keys(self.env, root, self.arguments)
         self.carrier.begin(root)
+        self.arguments.fit(self.batch_size.numel())
+        memory = SameBatch() if self.arguments.return_same_td else NewBatches()
+        self.buffer = RolloutBuffer(self.arguments.steps, self.batch_size, devices.storing, memory)
 
     def _check_keys(self, root: TensorDictBase) -> None:
         """Raises ValueError: the environment has entries where this collector writes others. TorchRL's environments may
@@ -109,15 +106,9 @@ class Rollouts:
             env = env.environment
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
-    def set_policy(
-        self,
-        policy: nn.Module,
-        trust: bool,
-        compiled: bool | Mapping[str, Any] | None,
-        cudagraph: bool | Mapping[str, Any] | None,
-    ) -> None:
-        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the collector:
-        a mapping has keyword arguments of what compiles or records it."""
+    def set_policy(self, policy: nn.Module) -> None:
+        """Act with this policy, which is on its device."""
+        trust, compiled = self.arguments.trust_policy, self.arguments.compile_policy
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
 
@@ -130,7 +121,7 @@ class Rollouts:
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
         if compiled:
             self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
-        if cudagraph:
+        if cudagraph := self.arguments.cudagraph_policy:
             options = cudagraph if isinstance(cudagraph, Mapping) else {}
             self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **options)
         is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
