@@ -584,10 +584,10 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     @abstractmethod
     def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None: ...
 
-    def follow_versions(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        # max_lag compares with the newest version published for this collector, which its own workers read as number
-        # index at place, and this process by newest(). None: there is none to read.
-        self.acting_weights.newest_above = newest
+    # Have max_lag compare with the newest version that is published for worker ``index`` on the control page at this
+    # place; None: only with what schemes bring.
+    @abstractmethod
+    def follow_versions(self, place: Any, index: int) -> None: ...
 
     # One rollout before split_trajs and postproc, and its frames. writes: into the replay buffer, so there is no batch.
     @abstractmethod

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -39,6 +40,7 @@ from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, place
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
+from asyncsync.collectors.workers.control_page import page_at
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
@@ -299,6 +301,9 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._rollouts.signals = signals
         self._rollouts.buffer.allocate = sink
         self.acting_weights.counted_above = signals.counted
+
+    def follow_versions(self, place: Any, index: int) -> None:
+        self.acting_weights.newest_above = None if place is None else partial(page_at(place).newest, index)
 
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         rollouts = self._rollouts

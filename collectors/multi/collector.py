@@ -557,11 +557,11 @@ class GroupCollector(BaseCollector):
         super()._pass_versions_on()
         self.follow_versions(None)
 
-    def follow_versions(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
-        # Have the workers read the newest version where the root of the tree announces it, or nowhere.
+    def follow_versions(self, place: Any, index: int = 0) -> None:
+        # For the workers of this collector: the page is the root's, of the tree.
         if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
-            root = None  # some updates end here
-        self.group.follow(root, index)
+            place = None  # some updates end here
+        self.group.follow(place, index)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
