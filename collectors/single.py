@@ -124,7 +124,6 @@ class Collector(BaseCollector, metaclass=Chooses):
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
         self._env_closed = False
-        self._close_error: Exception | None = None
         self._profiler: RolloutProfiler | None = None
         try:
             made = policy if policy_factory is None else policy_factory()
@@ -198,7 +197,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 try:
                     self._close_environment()
                 except Exception as error:  # the batch is whole: shutdown() raises it
-                    self._close_error = error
+                    self.free_error = error
             if buffer is not None or self._has_all_frames:
                 break
         return batch
@@ -453,10 +452,6 @@ class Collector(BaseCollector, metaclass=Chooses):
         self.raise_free_error()
 
     def _close_environment(self) -> None:
-        """Close the environment, once. Raises what it raises, here or after the last batch."""
-        error, self._close_error = self._close_error, None
-        if error is not None:
-            raise error
         if not self._env_closed:
             self._env_closed = True
             environments.close(self._rollouts.env)
