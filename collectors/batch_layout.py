@@ -109,12 +109,6 @@ def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device
     return BatchLayout(size, steps, device, nodes, tuple(leaves))
 
 
-def with_time(batch: TensorDictBase) -> Any:
-    """The batch itself, with the name "time" for its last dimension."""
-    batch.refine_names(..., "time")
-    return batch
-
-
 def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], taken: Container[str]) -> None:
     """Check the keys of the environment ``name``. ``taken``: where a step has something else, at its root or under
     "next". Raises ValueError: an observation or action is there; or one of each has the same place, or is inside the

@@ -501,8 +501,7 @@ class SyncDriver(Driver):
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)
-            batch.refine_names(..., "time")
-            return batch
+            return batch.refine_names(..., "time")
         steps = [part.batch_size[-1] for part in parts]
         if self._threshold < 1:
             parts = [_padded(part, max(steps)) for part in parts]

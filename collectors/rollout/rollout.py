@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
-from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, with_time
+from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.rollout.devices import RolloutDevices
@@ -266,8 +266,8 @@ class Rollouts:
         layout = layout_of(step, steps, self.devices.storing)
         if layout is not None:
             return empty_batch(layout).zero_()
-        stacked: TensorDictBase = with_time(torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim))
-        return stacked
+        stacked: TensorDictBase = torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim)
+        return stacked.refine_names(..., "time")
 
 
 def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:
