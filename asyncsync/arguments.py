@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -69,6 +70,14 @@ def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
                 f"not {process!r}"
             )
     return found
+
+
+def users_level() -> int:
+    """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
+    level, frame = 0, sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
+        level, frame = level + 1, frame.f_back
+    return level + 2
 
 
 def refuse_unknown(called: str, given: Iterable[str], known: Iterable[str]) -> None:

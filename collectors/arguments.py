@@ -16,8 +16,11 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
+from asyncsync.arguments import users_level
+
 Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
+DEVICES = ("device", "storing_device", "env_device", "policy_device")
 
 MAX_WORKERS = 480
 """Of one collector: a page of shared memory has room for the versions of so many."""
@@ -53,13 +56,10 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
     rounded = math.ceil(frames / size) * size
     if rounded == frames or os.environ.get("RL_WARNINGS", "1").lower() in ("0", "false"):
         return rounded
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
-        level, frame = level + 1, frame.f_back
     warnings.warn(
         f"{name} ({frames}) is not exactly divisible by {unit} ({size}): rounded up to {rounded}. RL_WARNINGS=False "
         "silences this warning",
-        stacklevel=level,
+        stacklevel=users_level(),
     )
     return rounded
 

@@ -49,8 +49,8 @@ def _part(path: str, doc: str = "The argument of this name, as it is used.") -> 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
-    ``block`` makes it, for the calling thread (None) or a task. Entering waits for the step under way; ``async with``
-    does not block the event loop meanwhile. Leaving never waits.
+    ``block`` makes it, for the calling thread (by its identifier) or a task. Entering waits for the step under way;
+    ``async with`` does not block the event loop meanwhile. Leaving never waits.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -58,7 +58,7 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(self._block(None))
+        self._entered.enter_context(self._block(threading.get_ident()))
 
     def __exit__(self, *exc: object) -> None:
         self._entered.close()
@@ -75,10 +75,11 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         self._entered.close()
 
 
-def is_caller(owners: Iterable[object]) -> bool:
-    """Whether the calling thread or task is among these owners of blocks."""
+def check_not_paused_here(name: str, owners: Iterable[object]) -> None:
+    """Raises RuntimeError: the calling thread or task, about to wait for a rollout, is among these owners of pauses."""
     task = asyncio.current_task() if running_loop() is not None else None
-    return any(owner in (threading.get_ident(), task) for owner in list(owners))
+    if any(owner in (threading.get_ident(), task) for owner in list(owners)):
+        raise RuntimeError(f"this thread has paused this {name}: leave the pause() block before collecting")
 
 
 class Signals(Protocol):
@@ -156,7 +157,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _collected: Any  # frames
     _iter: Any  # batches before the newest one
     _profile_config: ProfileConfig | None = None
-    free_error: BaseException | None = None  # what ended collection in the background, until it was raised
+    free_error: BaseException | None = None  # of collection in the background, or of its end, until it was raised
     _count_of_calls: Any = None  # how many calls map_fn makes; None: as many as are given
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
@@ -287,7 +288,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @abstractmethod
     def _paused(self, owner: object) -> AbstractContextManager[None]:
-        """A block of a task (None: of the calling thread) in which nothing steps."""
+        """A block of a thread, by its identifier, or of a task, in which nothing steps."""
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End a collector that :meth:`start` has started; the same as :meth:`shutdown`."""
@@ -583,10 +584,10 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     @abstractmethod
     def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None: ...
 
-    def follow_versions(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        # max_lag compares with the newest version published for this collector, which its own workers read as number
-        # index at place, and this process by newest(). None: there is none to read.
-        self.acting_weights.newest_above = newest
+    # Have max_lag compare with the newest version that is published for worker ``index`` on the control page at this
+    # place; None: only with what schemes bring.
+    @abstractmethod
+    def follow_versions(self, place: Any, index: int) -> None: ...
 
     # One rollout before split_trajs and postproc, and its frames. writes: into the replay buffer, so there is no batch.
     @abstractmethod

@@ -15,32 +15,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar, Unpack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.arguments import declared
-from asyncsync.collectors.arguments import RolloutArguments, check_devices, check_policy, check_policy_factory
+from asyncsync.collectors.arguments import (
+    DEVICES,
+    RolloutArguments,
+    check_devices,
+    check_policy,
+    check_policy_factory,
+)
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.rollout.steps import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
+from asyncsync.collectors.workers.control_page import page_at
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
 _log = logging.getLogger("asyncsync")
-
-T = TypeVar("T")
 
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
@@ -109,33 +113,26 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
-        check_devices(devices)
+        check_devices({name: given[name] for name in DEVICES})
         self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
         self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
-        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, arguments.traj_pool)
+        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock)
         self._iter = -1  # rollouts before the newest one; -1: there was none
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
         self._env_closed = False
-        self._close_error: Exception | None = None
         self._profiler: RolloutProfiler | None = None
         try:
             made = policy if policy_factory is None else policy_factory()
             if arguments.auto_register_policy_transforms:
                 rollouts.env = primed(env, made)
-            device, storing, acting, stepping = devices.values()
-            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, arguments.no_cuda_sync))
-            arguments.fit(rollouts.n_env)
-            memory = SameBatch() if arguments.return_same_td else NewBatches()
-            rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
+            rollouts.set_up()
             self._original_policy = as_module(made, rollouts.env)
-            trust_policy = bool(arguments.trust_policy)
-            self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
-            rollouts.set_policy(self.policy, trust_policy, arguments.compile_policy, arguments.cudagraph_policy)
+            self.policy = placed(self._original_policy, rollouts.devices.policy, trust=bool(arguments.trust_policy))
+            rollouts.set_policy(self.policy)
             arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
             self._set_up_senders(schemes, updater, sources)
@@ -161,15 +158,18 @@ class Collector(BaseCollector, metaclass=Chooses):
             Exception: the environment or the policy raised it; the next rollout goes on from the step before. Or a
                 hook raised it, which ends collection.
         """
-        return self._in_turn(self._hooked_rollout)
+        return self._lock.in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
-        if (hook := self.pre_collect_hook) is not None:
-            self._call_hook(hook)
-        if self._profiler is None:
-            return self._rollouts.roll()
-        with self._profiler.rollout():
-            return self._rollouts.roll()
+        if self._pre_collect_hook is not None:
+            self._call_hook(self._pre_collect_hook)
+        try:
+            with nullcontext() if self._profiler is None else self._profiler.rollout():
+                return self._rollouts.roll()
+        except KeyError as error:
+            if "is_init" in str(error):
+                error.add_note(WITHOUT_INIT)
+            raise
 
     def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:
         try:
@@ -179,19 +179,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise
 
     def _next_batch(self) -> TensorDictBase | None:
-        return self._in_turn(self._whole_batch)
-
-    def _in_turn(self, function: Callable[[], T]) -> T:
-        """Call with the lock; a StopIteration, which would end a caller's loop silently, becomes a RuntimeError."""
-        with self._lock.rolling():
-            try:
-                return function()
-            except (StopIteration, StopAsyncIteration) as error:
-                raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
-            except KeyError as error:
-                if "is_init" in str(error):
-                    error.add_note(WITHOUT_INIT)
-                raise
+        return self._lock.in_turn(self._whole_batch)
 
     def _whole_batch(self) -> TensorDictBase | None:
         """Rollouts until there is a batch for the caller; None: its frames went to the replay buffer, or all frames
@@ -209,7 +197,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 try:
                     self._close_environment()
                 except Exception as error:  # the batch is whole: shutdown() raises it
-                    self._close_error = error
+                    self.free_error = error
             if buffer is not None or self._has_all_frames:
                 break
         return batch
@@ -223,8 +211,8 @@ class Collector(BaseCollector, metaclass=Chooses):
             if batch is not None:
                 rollouts.frames += batch.numel()
                 batch = processed(batch, arguments.postproc, split_trajs=arguments.split_trajs)
-                if (hook := self.post_collect_hook) is not None:
-                    self._call_hook(hook, batch)
+                if self._post_collect_hook is not None:
+                    self._call_hook(self._post_collect_hook, batch)
                 if self._trajectories is not None:
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
@@ -304,14 +292,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
         self.raise_free_error()
-        return self._standing(ANSWER_SECONDS, owner)
-
-    @contextmanager
-    def _standing(self, timeout: float, owner: object = None) -> Iterator[None]:
-        self._check_open()
-        with self._lock.standing(timeout, owner):
-            self._check_open()  # meanwhile
-            yield
+        return self._lock.standing(ANSWER_SECONDS, owner)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
@@ -319,6 +300,9 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._rollouts.signals = signals
         self._rollouts.buffer.allocate = sink
         self.acting_weights.counted_above = signals.counted
+
+    def follow_versions(self, place: Any, index: int) -> None:
+        self.acting_weights.newest_above = None if place is None else partial(page_at(place).newest, index)
 
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         rollouts = self._rollouts
@@ -337,7 +321,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def record(self, config: ProfileConfig | None, name: str) -> None:
-        with self._standing(ANSWER_SECONDS):
+        with self._lock.standing(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
                 return
@@ -359,7 +343,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
             return following
@@ -376,7 +360,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             ValueError: an index was given, but there is only one environment.
             AckTimeout: the step under way did not end within 60 s.
         """
-        with self._standing(ANSWER_SECONDS):
+        with self._lock.standing(ANSWER_SECONDS):
             self._reset(index, kwargs)
 
     def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
@@ -388,12 +372,12 @@ class Collector(BaseCollector, metaclass=Chooses):
                 self._trajectories.break_off(broken_off)
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=self._arguments.split_trajs)
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        with self._lock.standing(timeout), self.acting_weights.holds():
+        with self._lock.standing(timeout, if_open=False), self.acting_weights.holds():
             rollouts = self._rollouts
             stateful = getattr(rollouts.env, "transform", rollouts.env)  # of a TransformedEnv, the transforms
             state: dict[str, Any] = {
@@ -420,7 +404,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             # Where no scheme counts: the frames that follow are not the earlier ones' version.
             self.increment_version()
 
-        with self._standing(timeout):
+        with self._lock.standing(timeout):
             if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
                 rollouts.env.load_state_dict(env_state)
             if "versions" in state:
@@ -468,10 +452,6 @@ class Collector(BaseCollector, metaclass=Chooses):
         self.raise_free_error()
 
     def _close_environment(self) -> None:
-        """Close the environment, once. Raises what it raises, here or after the last batch."""
-        error, self._close_error = self._close_error, None
-        if error is not None:
-            raise error
         if not self._env_closed:
             self._env_closed = True
             environments.close(self._rollouts.env)

@@ -40,6 +40,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from asyncsync.arguments import users_level
 from asyncsync.errors import AckTimeout
 from asyncsync.model.torch_private import CALL_IMPL, call_hooks, forward_hooks, is_compiled, may_be_inlined
 from asyncsync.runtime.asyncio_private import running_loop
@@ -645,7 +646,7 @@ def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
     """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
     code, which registers it. Raises ValueError if none of its calls will, or each ends before its work does."""
     _check_hookable(model)
-    stacklevel = _users_level()
+    stacklevel = users_level()
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
     if ends_early(forward):
@@ -664,14 +665,6 @@ def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
             f"torch.compile() then; or {remedy}.",
             stacklevel=stacklevel,
         )
-
-
-def _users_level() -> int:
-    """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
-    level, frame = 0, sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
-        level, frame = level + 1, frame.f_back
-    return level + 2
 
 
 class GatedMethod:

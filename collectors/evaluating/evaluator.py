@@ -510,7 +510,7 @@ class EpisodeCollector(Collector):
 
     def _first_episodes(self) -> list[TensorDictBase]:
         """Of several environments, the first episodes of each: to take those that end first would favour short ones."""
-        count, signals, options = self._rollouts.n_env, self._rollouts.signals, self._evaluation
+        signals, options, count = self._rollouts.signals, self._evaluation, self._rollouts.batch_size.numel()
         flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.keys.done]
         if options["done_keys"] is not None:
             flags = [options["done_keys"]]

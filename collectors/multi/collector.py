@@ -25,6 +25,7 @@ from torch import nn
 
 from asyncsync.arguments import declared, defaults_of
 from asyncsync.collectors.arguments import (
+    DEVICES,
     check_count,
     check_devices,
     check_factories,
@@ -62,7 +63,6 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
-DEVICES = ("device", "storing_device", "env_device", "policy_device")
 OF_WORKERS = (
     "max_frames_per_traj", "reset_at_each_iter", "track_traj_ids", "exploration_type", "set_truncated", "extend_buffer",
     "trust_policy", "compile_policy", "cudagraph_policy", "no_cuda_sync", "pre_collect_hook", "max_lag", "compact_obs",
@@ -553,11 +553,11 @@ class GroupCollector(BaseCollector):
         super()._pass_versions_on()
         self.follow_versions(None)
 
-    def follow_versions(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
-        # Have the workers read the newest version where the root of the tree announces it, or nowhere.
+    def follow_versions(self, place: Any, index: int = 0) -> None:
+        # For the workers of this collector: the page is the root's, of the tree.
         if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
-            root = None  # some updates end here
-        self.group.follow(root, index)
+            place = None  # some updates end here
+        self.group.follow(place, index)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

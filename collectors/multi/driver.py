@@ -24,7 +24,7 @@ from anyio import Semaphore
 from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import rounded_up
-from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, check_not_paused_here
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
@@ -269,8 +269,8 @@ class Driver(ABC):
     def _is_in_vain(self) -> bool:
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
         itself pauses the workers that it would wait for; else as :meth:`_is_over`."""
-        if self._pauses and is_caller(self._pauses):
-            raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
+        if self._pauses:
+            check_not_paused_here(self._name, self._pauses)
         return self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
@@ -397,20 +397,19 @@ class Driver(ABC):
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
-        """A block of a task (None: of the calling thread) in which no worker steps."""
+        """A block of a thread, by its identifier, or of a task, in which no worker steps."""
         self._collector.raise_free_error()
         group, workers = self.group, range(len(self._arguments.frames))
         group.check()
-        mine = threading.get_ident() if owner is None else owner
         with self._pausing:
-            self._pauses.append(mine)
+            self._pauses.append(owner)
             group.pause()
         try:
             group.wait(lambda: group.stand_still(workers), ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
-                self._pauses.remove(mine)
+                self._pauses.remove(owner)
                 if not self._pauses:
                     group.resume()
 
@@ -534,8 +533,7 @@ class SyncDriver(Driver):
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)
-            batch.refine_names(..., "time")
-            return batch
+            return batch.refine_names(..., "time")
         steps = [part.batch_size[-1] for part in parts]
         if self._threshold < 1:
             parts = [_padded(part, max(steps)) for part in parts]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.arguments import Device, exact_device
+from asyncsync.collectors.arguments import RolloutArguments, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
 
@@ -41,32 +41,23 @@ def synchronisation(device: torch.device | None) -> Callable[[], None]:
 
 
 class RolloutDevices:
-    """The devices of a collector's rollouts.
-
-    Args:
-        device: fills those of the next three that are not given.
-        storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
-        no_cuda_sync: nothing waits for copies.
+    """The devices of a collector's rollouts, from its arguments.
 
     Attributes:
+        device: of those of the next three that were not given.
+        storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
+        no_cuda_sync: nothing waits for copies.
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
         cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of these reads it.
         carrier_has_no_device: whether policy and environment cannot share one; known after :meth:`place`.
     """
 
-    def __init__(
-        self,
-        device: Device | None,
-        storing: Device | None,
-        policy: Device | None,
-        env: Device | None,
-        no_cuda_sync: bool,
-    ) -> None:
-        self.device = exact_device(device)
-        self.storing = exact_device(device if storing is None else storing)
-        self.policy = exact_device(device if policy is None else policy)
-        self.env = exact_device(device if env is None else env)
-        self.no_cuda_sync = no_cuda_sync
+    def __init__(self, arguments: RolloutArguments) -> None:
+        self.device = device = exact_device(arguments.device)
+        self.storing = exact_device(arguments.storing_device) or device
+        self.policy = exact_device(arguments.policy_device) or device
+        self.env = exact_device(arguments.env_device) or device
+        self.no_cuda_sync: bool = arguments.no_cuda_sync
         self.sync_storage = synchronisation(self.storing)
         self.sync_policy = synchronisation(self.policy)
         self.sync_env = synchronisation(self.env)

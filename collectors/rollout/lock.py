@@ -1,11 +1,14 @@
 """The lock of a collector's rollouts: one thread rolls out at a time, and others may stop it between two steps::
 
     lock = RolloutLock("Collector")
-    with lock.rolling():            # the thread that rolls out
+
+    def rollout():
         for _ in range(n):
             if lock.wanted:         # cheap: read before every step
                 lock.give_way()
             step()
+
+    lock.in_turn(rollout)           # the thread that rolls out
 
     with lock.standing(timeout):    # any other thread: no step is under way inside this block
         ...
@@ -19,10 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from asyncsync.collectors.base import is_caller
+from asyncsync.collectors.base import check_not_paused_here
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly
+
+T = TypeVar("T")
 
 
 class RolloutLock:
@@ -44,25 +50,47 @@ class RolloutLock:
         """Whether the calling thread is the one that rolls out."""
         return self._roller is threading.current_thread()
 
-    @contextmanager
-    def rolling(self) -> Iterator[None]:
-        """A block in which this thread rolls out; begins when no other thread is inside :meth:`standing`. Raises
-        RuntimeError: some thread rolls out already, or this one is inside :meth:`standing`; ClosedError: after
-        :meth:`close`."""
+    def in_turn(self, function: Callable[[], T]) -> T:
+        """Roll out in this thread, by this function, as soon as no other thread is inside :meth:`standing`. A
+        StopIteration of it, which would end a caller's loop silently, becomes a RuntimeError. Raises RuntimeError: some
+        thread rolls out already, or this one is inside :meth:`standing`; ClosedError: after :meth:`close`."""
         mine = False
-        try:  # around the beginning, too: Ctrl-C may strike before the block
+        try:  # around the beginning, too: Ctrl-C may strike before the call
             with self._changed:
-                self.check_not_paused_here()
-                self._check_nobody_rolls()
-                self._wait_in_line()
-                self._check_nobody_rolls()  # of several that have waited, the first to wake rolls out
+                # Without a limit: a block in standing() may last any time; only the wait for its beginning has a
+                # timeout. Of several threads that have waited, the first to wake rolls out.
+                while self._asking or self.closed or self._roller is not None:
+                    self._check_may_roll()
+                    self._changed.wait(LOOK_SECONDS)
                 mine = True
                 self._roller = threading.current_thread()
                 self._inside = True
-            yield
+            return function()
+        except (StopIteration, StopAsyncIteration) as error:
+            raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
         finally:
             if mine:
                 self._end_turn()
+
+    def _check_may_roll(self) -> None:
+        """Raises RuntimeError, ClosedError: it would be in vain to wait until this thread may roll out."""
+        self.check_not_paused_here()
+        if self._roller is not None:
+            where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
+            raise RuntimeError(
+                f"this {self._name} is already collecting, in {where}, and does one rollout at a time: use pause() to "
+                "keep rollouts from running beside your code"
+            )
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"this {self._name} has been shut down")
+
+    def check_not_paused_here(self) -> None:
+        """Raises RuntimeError: the caller, about to wait for a rollout, is inside :meth:`standing` and so stops it."""
+        with self._changed:
+            check_not_paused_here(self._name, self._asking.values())
 
     def _end_turn(self) -> None:
         """End the turn, whatever interrupts this; the interruption is raised afterwards."""
@@ -79,46 +107,26 @@ class RolloutLock:
         if interrupt is not None:
             raise interrupt
 
-    def check_not_paused_here(self) -> None:
-        """Raises RuntimeError: the calling thread, about to wait for a rollout, is inside :meth:`standing` and so stops
-        it."""
-        with self._changed:
-            if is_caller(self._asking.values()):
-                raise RuntimeError(
-                    f"this thread has paused this {self._name}: leave the pause() block before collecting"
-                )
-
-    def _check_nobody_rolls(self) -> None:
-        if self._roller is not None:
-            where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
-            raise RuntimeError(
-                f"this {self._name} is already collecting, in {where}, and does one rollout at a time: use pause() to "
-                "keep rollouts from running beside your code"
-            )
-
     def give_way(self) -> None:
         """Stand still while another thread wants that. Raises ClosedError: after :meth:`close`."""
         with self._changed:
             self._inside = False
             self._changed.notify_all()
-            self._wait_in_line()
+            while self._asking and not self.closed:
+                self._changed.wait(LOOK_SECONDS)
+            self._check_open()
             self._inside = True
-
-    def _wait_in_line(self) -> None:
-        # Without a limit: a block in standing() may last any time; only the wait for its beginning has a timeout.
-        while self._asking and not self.closed:
-            self._changed.wait(LOOK_SECONDS)
-        if self.closed:
-            raise ClosedError(f"this {self._name} has been shut down")
 
     def _wait_for(self, met: Callable[[], bool], timeout: float) -> bool:
         return interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
 
     @contextmanager
-    def standing(self, timeout: float, owner: object = None) -> Iterator[None]:
+    def standing(self, timeout: float, owner: object = None, *, if_open: bool = True) -> Iterator[None]:
         """A block of a task or (None) of the calling thread in which no step is under way, and none begins. In the
         thread that rolls out: just a block. Raises AckTimeout: the step under way took longer than ``timeout``
-        seconds."""
+        seconds; ClosedError: ``if_open``, and after :meth:`close`."""
+        if if_open:
+            self._check_open()
         if self.is_mine:
             yield
             return
@@ -129,6 +137,8 @@ class RolloutLock:
                 self.wanted = True
                 if not self._wait_for(lambda: not self._inside, timeout):
                     raise AckTimeout(f"the step under way in this {self._name} did not end within {timeout:g} s")
+            if if_open:
+                self._check_open()  # meanwhile
             yield
         finally:
             with self._changed:

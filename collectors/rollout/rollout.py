@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
-from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, with_time
+from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.rollout.devices import RolloutDevices
@@ -24,7 +24,9 @@ from asyncsync.collectors.rollout.policies import plainly_called, wrapped
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
+    NewBatches,
     RolloutBuffer,
+    SameBatch,
     TensorDictSteps,
     compact,
     keep_written,
@@ -42,10 +44,10 @@ class Rollouts:
     Args:
         env: the environment, not moved yet.
         weights: of the models that act.
-        traj_pool: where trajectory ids come from; None: one of its own.
 
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
+        traj_pool: where trajectory ids come from.
         policy: what acts, as a module that takes a TensorDict.
         carrier: what goes from step to step.
         keys: of entries that the environment has.
@@ -62,31 +64,23 @@ class Rollouts:
     buffer: RolloutBuffer
     steps: TensorDictSteps
 
-    def __init__(
-        self,
-        env: Any,
-        arguments: RolloutArguments,
-        weights: ActingWeights,
-        lock: RolloutLock,
-        traj_pool: _TrajectoryPool | None,
-    ) -> None:
+    def __init__(self, env: Any, arguments: RolloutArguments, weights: ActingWeights, lock: RolloutLock) -> None:
         self.env = env
         self.arguments = arguments
         self.frames = 0
         self.random: bool | None = False
         self.signals: Signals | None = None
-        self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
+        self.traj_pool: _TrajectoryPool = _TrajectoryPool() if arguments.traj_pool is None else arguments.traj_pool
         self._weights = weights
         self._lock = lock
 
-    def set_up(self, devices: RolloutDevices) -> None:
-        """Move the environment to its device, limit its steps, and reset it."""
-        self.devices = devices
+    def set_up(self) -> None:
+        """Move the environment to its device, limit its steps, and reset it; fit the arguments to it."""
+        self.devices = devices = RolloutDevices(self.arguments)
         self.env = limited(devices.place(self.env), self.arguments.max_frames_per_traj)
         self.carrier = Carrier(self.arguments, self._weights, self.traj_pool, devices)
         root = self._reset()
         self.batch_size = environments.batch_size_of(self.env)
-        self.n_env = self.batch_size.numel()
         if root.batch_size != self.batch_size:
             raise ValueError(
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
@@ -95,6 +89,9 @@ class Rollouts:
         self._check_keys(root)
         self.keys = environments.entry_keys(self.env, root, self.arguments)
         self.carrier.begin(root)
+        self.arguments.fit(self.batch_size.numel())
+        memory = SameBatch() if self.arguments.return_same_td else NewBatches()
+        self.buffer = RolloutBuffer(self.arguments.steps, self.batch_size, devices.storing, memory)
 
     def _check_keys(self, root: TensorDictBase) -> None:
         """Raises ValueError: the environment has entries where this collector writes others. TorchRL's environments may
@@ -109,15 +106,9 @@ class Rollouts:
             env = env.environment
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
-    def set_policy(
-        self,
-        policy: nn.Module,
-        trust: bool,
-        compiled: bool | Mapping[str, Any] | None,
-        cudagraph: bool | Mapping[str, Any] | None,
-    ) -> None:
-        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the collector:
-        a mapping has keyword arguments of what compiles or records it."""
+    def set_policy(self, policy: nn.Module) -> None:
+        """Act with this policy, which is on its device."""
+        trust, compiled = self.arguments.trust_policy, self.arguments.compile_policy
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
 
@@ -130,7 +121,7 @@ class Rollouts:
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
         if compiled:
             self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
-        if cudagraph:
+        if cudagraph := self.arguments.cudagraph_policy:
             options = cudagraph if isinstance(cudagraph, Mapping) else {}
             self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **options)
         is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
@@ -199,12 +190,12 @@ class Rollouts:
         """One rollout, by the thread that holds the lock: ``[*env.batch_size, time]``; None: its frames were added to
         the replay buffer."""
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
-        interruptor, is_cut = arguments.interruptor, False
+        interruptor, is_cut, frame = arguments.interruptor, False, None
         weights.check()
         if arguments.reset_at_each_iter or self.carrier.is_lost:
             self.reset()
         random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
-        adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
+        max_lag, left = arguments.max_lag, arguments.steps
         buffer.begin()
         with set_interaction_type(arguments.exploration_type):
             while left and not is_cut:
@@ -221,7 +212,7 @@ class Rollouts:
                         frame = self.steps.step(random)
                         left -= 1
                         is_cut = interruptor is not None and interruptor.collection_stopped()
-                        if not left or is_cut or adds or max_lag is not None:
+                        if not left or is_cut or frame is not None or max_lag is not None:
                             break
                         if lock.wanted or holds.awaited or (signals is not None and signals.calls):
                             break
@@ -229,7 +220,7 @@ class Rollouts:
                     self._add(frame, last=is_cut or not left)
                     if self.frames >= arguments.total_frames:
                         break
-        if adds:
+        if frame is not None:
             return None
         batch = buffer.finish()
         if self.keys.truncated:
@@ -275,8 +266,8 @@ class Rollouts:
         layout = layout_of(step, steps, self.devices.storing)
         if layout is not None:
             return empty_batch(layout).zero_()
-        stacked: TensorDictBase = with_time(torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim))
-        return stacked
+        stacked: TensorDictBase = torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim)
+        return stacked.refine_names(..., "time")
 
 
 def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:

@@ -33,7 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
@@ -523,7 +523,7 @@ class RolloutBuffer:
         if not self.count:
             raise ValueError("a batch needs at least one step")
         if self._loose is not None:
-            batch = with_time(TensorDict.maybe_dense_stack(self._loose, dim=len(self._batch_size)))
+            batch = TensorDict.maybe_dense_stack(self._loose, dim=len(self._batch_size)).refine_names(..., "time")
         else:
             batch = self._written()
         self.begin()

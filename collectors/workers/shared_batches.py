@@ -76,7 +76,7 @@ class Arrangement:
     @cached_property
     def has_private(self) -> bool:
         """Whether the name of an entry begins with an underscore."""
-        paths = [leaf.path for leaf in self.layout.leaves] + [node.path for node in self.layout.nodes]
+        paths = [leaf.path for leaf in self.layout.leaves] + [path for path, _ in self.layout.nodes]
         return any(name.startswith("_") for path in paths for name in path)
 
     @cached_property

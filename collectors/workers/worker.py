@@ -29,7 +29,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,7 +36,7 @@ import torch
 from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.trajectories import StridedPool, processed
-from asyncsync.collectors.workers.control_page import COUNTED, CUT, PAUSE, STOP, ControlPage, SharedPool, page_at
+from asyncsync.collectors.workers.control_page import COUNTED, CUT, PAUSE, STOP, ControlPage, SharedPool
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
 from asyncsync.collectors.workers.shared_batches import BatchWriter, Lease
 from asyncsync.errors import ClosedError, WeightSyncError
@@ -175,7 +174,7 @@ class Worker:
                 assert self._writer is not None
                 self._writer.learn(arrangement, index)
             case "follow", root, index:
-                self._follow(root, index)
+                self.collector.follow_versions(root, index)
             case "build", specification, common, first, count:
                 if common is not None:
                     self._replay_buffer, self.schemes = loads(common)
@@ -215,7 +214,7 @@ class Worker:
             collector.post_collect_hook = self._hook
         collector.register_scheme_receiver(self.schemes, synchronize_weights=False)
         if given.follows:
-            self._follow(self._page.place, self.rank)
+            collector.follow_versions(self._page.place, self.rank)
         self._connecting = True
         if self._page.stopped:  # before there was anything to interrupt
             raise Stopped
@@ -225,12 +224,6 @@ class Worker:
             collector.acting_weights.connect(self.schemes, given.timeout)
         self._connecting = False
         self._line.send("connected")
-
-    def _follow(self, root: Any, index: int) -> None:
-        """Read the newest version where the trainer with this control page announces it to its worker ``index``; None:
-        in this worker's own schemes."""
-        reads = not self._nested and root is not None
-        self.collector.follow_versions(root, index, partial(page_at(root).newest, index) if reads else None)
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
