@@ -304,6 +304,10 @@ class BusCore:
         # Read the link's state, where it does not change meanwhile.
         return function()
 
+    def reach(self) -> tuple[BusCore, list[str] | None]:
+        # As of a scheme: the bus, and the models that are meant. None: all.
+        return self, None
+
     # -- links ------------------------------------------------------------------------------------------------------
 
     def trainer_link(self) -> TrainerLink:

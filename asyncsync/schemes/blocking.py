@@ -24,6 +24,7 @@ from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
+from asyncsync.schemes.aio import BusOrScheme as AsyncBusOrScheme
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
@@ -84,16 +85,25 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
-def _begin(self: T) -> T:
-    return self
+class BusOrScheme:
+    """What a bus and a scheme have in common."""
 
+    wait_staged = ordinary(AsyncBusOrScheme.wait_staged)
+    commit = ordinary(AsyncBusOrScheme.commit)
+    drop = ordinary(AsyncBusOrScheme.drop)
+    wait_version = ordinary(AsyncBusOrScheme.wait_version)
+    wait_lag = ordinary(AsyncBusOrScheme.wait_lag)
+    shutdown = ordinary(AsyncBusOrScheme.shutdown, run="end_on_loop")
 
-def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
-    self.shutdown()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
 
 
 @in_sync_as("Bus")
-class Bus(BusCore):
+class Bus(BusCore, BusOrScheme):
     """One address for any number of models, with blocking methods. Usage::
 
         with Bus() as bus:                                   # the trainer
@@ -107,8 +117,6 @@ class Bus(BusCore):
 
     The methods are described at :class:`asyncsync.Bus`.
     """
-
-    __enter__, __exit__ = _begin, _end
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
@@ -124,15 +132,9 @@ class Bus(BusCore):
         ":meth:`publish` for a coroutine of any event loop. The source must not change until it returns.",
     )
     stage = ordinary(AsyncBus.stage, make=taken)
-    wait_staged = ordinary(AsyncBus.wait_staged)
-    commit = ordinary(AsyncBus.commit)
-    drop = ordinary(AsyncBus.drop)
-    wait_version = ordinary(AsyncBus.wait_version)
-    wait_lag = ordinary(AsyncBus.wait_lag)
     send_async = elsewhere(
         AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
     )
-    shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
         self,
@@ -200,7 +202,7 @@ class Bus(BusCore):
 
 
 @in_sync_as("WeightSyncScheme")
-class WeightSyncScheme(Scheme):
+class WeightSyncScheme(Scheme, BusOrScheme):
     """One model's weights, kept in step by blocking calls.
 
     ``model``, ``context`` and ``worker_idx`` may be set before it is initialised: then they stand for what
@@ -211,7 +213,6 @@ class WeightSyncScheme(Scheme):
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
     _bus: Bus
-    __enter__, __exit__ = _begin, _end
 
     @property
     def bus(self) -> Bus:
@@ -306,14 +307,8 @@ class WeightSyncScheme(Scheme):
         "by another. The source must not change until it returns.",
     )
     stage = ordinary(AsyncScheme.stage, make=taken)
-    wait_staged = ordinary(AsyncScheme.wait_staged)
-    commit = ordinary(AsyncScheme.commit)
-    drop = ordinary(AsyncScheme.drop)
-    wait_version = ordinary(AsyncScheme.wait_version)
-    wait_lag = ordinary(AsyncScheme.wait_lag)
     verify = ordinary(AsyncScheme.verify)
     fetch = ordinary(AsyncScheme.fetch, run="_deliver")
-    shutdown = ordinary(AsyncScheme.shutdown, run="end_on_loop")
 
     def take(
         self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT

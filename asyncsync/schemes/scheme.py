@@ -337,6 +337,11 @@ class Scheme(ABC):
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus.check_open(self.role)
 
+    def reach(self) -> tuple[BusCore, list[str] | None]:
+        # The bus, which is open, and the one model that is meant.
+        self._check_open()
+        return self._bus, [self.topic]
+
     def _check_connect(
         self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
     ) -> None:
