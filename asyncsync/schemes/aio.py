@@ -3,27 +3,22 @@ loop."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, Self
 
 from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, ModelsOnBus, Workers
 from asyncsync.bus.verifying import NotComparable
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
 from asyncsync.schemes.torchrl import Refusal
 
 
-class BusOrScheme(ABC):
-    """What a bus and a scheme have in common."""
-
-    @abstractmethod
-    def reach(self) -> tuple[BusCore, list[str] | None]:
-        # The bus, and the models that are meant; None: all.
-        ...
+class BusOrScheme(ModelsOnBus):
+    """The methods of a bus and of a scheme."""
 
     @abstractmethod
     async def _shutdown(self, timeout: float) -> None: ...

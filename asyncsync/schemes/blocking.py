@@ -86,7 +86,7 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class BusOrScheme:
-    """What a bus and a scheme have in common."""
+    """The methods of a bus and of a scheme."""
 
     wait_staged = ordinary(AsyncBusOrScheme.wait_staged)
     commit = ordinary(AsyncBusOrScheme.commit)

@@ -59,11 +59,11 @@ class CountingCore(BusCore):
     def metadata_of(self, models: Any) -> dict[str, Any]:
         return decode_metadata(self._encoded)
 
-    def _check_counts(self) -> None:
+    def check_counts(self) -> None:
         pass
 
-    def _carry_on(self, version: int) -> None:
-        super()._carry_on(version)
+    def carry_on(self, version: int) -> None:
+        super().carry_on(version)
         self._encoded = b""
 
 

@@ -13,8 +13,8 @@ import os
 import secrets
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -28,13 +28,12 @@ from torch import nn
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, defaults_of, refuse_misspelt
 from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
-from asyncsync.bus.core import BusCore, BusOptions
-from asyncsync.bus.status import BusStatus
+from asyncsync.bus.core import BusCore, BusOptions, ModelsOnBus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel, Selection
-from asyncsync.model.gate import PATIENCE, Handle, Hold, check_calls, check_methods
+from asyncsync.model.gate import PATIENCE, Handle, check_calls, check_methods
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, module_weights, resolve_strategy
 from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
@@ -48,7 +47,7 @@ from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_r
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
-from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME, Shown
+from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
 
@@ -64,7 +63,7 @@ def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], 
     _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
 
 
-class Scheme(ABC):
+class Scheme(ModelsOnBus):
     """What a scheme is, whichever API is put over it."""
 
     bus_class: ClassVar[type[BusCore]]  # of this API
@@ -247,54 +246,6 @@ class Scheme(ABC):
         """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
         return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
 
-    @property
-    def version(self) -> int:
-        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
-        version that the model shows. 0: none.
-
-        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
-        """
-        link = self._bus.link
-        return link.acting((self.topic,)).version if isinstance(link, WorkerLink) else self._bus.version
-
-    @property
-    def epoch(self) -> str:
-        return self._bus.epoch
-
-    epoch.__doc__ = BusCore.epoch.__doc__
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
-        none. On a receiver it switches with the model, as the version does."""
-        return self._bus.metadata_of((self.topic,))
-
-    def state_dict(self) -> dict[str, int]:
-        return self._bus.state_dict()
-
-    state_dict.__doc__ = BusCore.state_dict.__doc__
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._bus.load_state_dict(state)
-
-    load_state_dict.__doc__ = BusCore.load_state_dict.__doc__
-
-    @property
-    def closed(self) -> bool:
-        """True once this side was shut down, or the sender has said goodbye."""
-        return self.is_shut_down or self._bus.closed
-
-    def status(self) -> BusStatus:
-        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
-        sender. What was refused for the sake of keys is in its ``refused``."""
-        return self._bus.status_of([self.topic])
-
-    def hold(self) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
-        ``held.version`` and ``held.metadata`` are those of what is read there."""
-        self._check_open()
-        return self._bus.hold_of((self.topic,))
-
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
@@ -337,8 +288,10 @@ class Scheme(ABC):
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus.check_open(self.role)
 
+    def shown(self) -> tuple[BusCore, Collection[str]]:
+        return self._bus, (self.topic,)
+
     def reach(self) -> tuple[BusCore, list[str] | None]:
-        # The bus, which is open, and the one model that is meant.
         self._check_open()
         return self._bus, [self.topic]
 
