@@ -209,6 +209,7 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
+    _package: ClassVar[str] = "asyncsync"
 
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first

@@ -58,16 +58,21 @@ def ordinary(
     return call
 
 
-def elsewhere(method: Coroutines[P, T], name: str, doc: str) -> Coroutines[P, T]:
-    """The same of a method of weights and workers, for a coroutine of any event loop."""
+def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
+    """The same of a method that sends, for a coroutine of any event loop."""
     make: Callable[..., Make[T]] = taken
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._awaitable(make(method, self, *args, **kwargs))
+        result: T = await self.shown()[0].awaitable(make(method, self, *args, **kwargs))
         return result
 
-    call.__name__, call.__doc__ = name, doc
+    name = method.__name__.removesuffix("_async")
+    call.__name__ = f"{name}_async"
+    call.__doc__ = (
+        f":meth:`{name}` for a coroutine of any event loop; returns the version. The source must not change until it "
+        "returns. What follows may keep that loop busy: the weights travel by another."
+    )
     return call
 
 
@@ -126,15 +131,9 @@ class Bus(BusCore, BusOrScheme):
     connect.__doc__ = AsyncBus.connect.__doc__
 
     publish = ordinary(AsyncBus.publish, make=taken)
-    publish_async = elsewhere(
-        AsyncBus.publish,
-        "publish_async",
-        ":meth:`publish` for a coroutine of any event loop. The source must not change until it returns.",
-    )
+    publish_async = elsewhere(AsyncBus.publish)
     stage = ordinary(AsyncBus.stage, make=taken)
-    send_async = elsewhere(
-        AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
-    )
+    send_async = elsewhere(AsyncBus.send_async)
 
     def send(
         self,
@@ -162,7 +161,7 @@ class Bus(BusCore, BusOrScheme):
         # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
-    _awaitable = staticmethod(loop_thread.awaitable)
+    awaitable = staticmethod(loop_thread.awaitable)
 
     @property
     def _running(self) -> TrainerLink | WorkerLink | None:
@@ -212,6 +211,7 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
+    _package: ClassVar[str] = "asyncsync.sync"
     _bus: Bus
 
     @property
@@ -293,19 +293,9 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     send.__doc__ = AsyncScheme.send_async.__doc__
 
     _send_and_wait = ordinary(AsyncScheme.send_async, make=taken)
-    send_async = elsewhere(
-        AsyncScheme.send_async,
-        "send_async",
-        ":meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it "
-        "returns.",
-    )
+    send_async = elsewhere(AsyncScheme.send_async)
     publish = ordinary(AsyncScheme.publish, make=taken)
-    publish_async = elsewhere(
-        AsyncScheme.publish,
-        "publish_async",
-        ":meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel "
-        "by another. The source must not change until it returns.",
-    )
+    publish_async = elsewhere(AsyncScheme.publish)
     stage = ordinary(AsyncScheme.stage, make=taken)
     verify = ordinary(AsyncScheme.verify)
     fetch = ordinary(AsyncScheme.fetch, run="_deliver")
@@ -338,8 +328,6 @@ class WeightSyncScheme(Scheme, BusOrScheme):
         # The weights, taken from their source here and now.
         self._check_open()
         return self._bus.take_here({self.topic: weights}, workers)[self.topic]
-
-    _awaitable = staticmethod(loop_thread.awaitable)
 
     def _deliver(self, make: Make[T]) -> T:
         """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns

@@ -40,9 +40,9 @@ from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, We
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
 from asyncsync.runtime.threads import elsewhere, settle
-from asyncsync.schemes import aio, blocking
+from asyncsync.schemes import aio
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
 from asyncsync.transports.ray_private import kill, the_ray
@@ -376,7 +376,7 @@ class RPCCore(RemoteCallCore):
 
         def begin() -> Any:
             call_there = import_module("torch.distributed.rpc").rpc_async
-            there, arguments = BlockingRPC.receive_there, (rref, call.encode())
+            there, arguments = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_there, (rref, call.encode())
             calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
             calling.add_done_callback(lambda _: settle(done))
             return calling
@@ -427,13 +427,6 @@ class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
         def _receive_weights_scheme(self):
             self.scheme.receive()
     """
-
-
-class BlockingRPC(RPCCore, blocking.WeightSyncScheme):
-    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
-
-
-register("rpc", RPCWeightSyncScheme, BlockingRPC)
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
@@ -641,10 +634,6 @@ class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
     """
 
 
-class BlockingRay(RayCore, blocking.WeightSyncScheme):
-    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
-
-
 class TransformCore(RayCore):
     """What the scheme of a RayModuleTransform is, in both APIs."""
 
@@ -705,11 +694,3 @@ class TransformCore(RayCore):
 
 class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
     """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
-
-
-class BlockingRayModuleTransform(TransformCore, blocking.WeightSyncScheme):
-    """The same with the blocking API; see :class:`asyncsync.RayModuleTransformScheme`."""
-
-
-register("ray", RayWeightSyncScheme, BlockingRay)
-register("ray_module_transform", RayModuleTransformScheme, BlockingRayModuleTransform)

@@ -42,7 +42,6 @@ from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
-from asyncsync.transports.base import in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
@@ -52,15 +51,21 @@ from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
 
 
-# Each scheme is a pair of classes, one of each API.
-_backends: dict[str, tuple[type[Any], type[Any]]] = {}
-
-
-def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], alias: str = "") -> None:
-    """Add a scheme to ``WeightSyncScheme.from_backend``. Users find its blocking class in asyncsync.sync by the name
-    that the other one has in asyncsync."""
-    in_sync_as(asyncio_class.__name__)(blocking_class)
-    _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
+BACKENDS = {
+    "auto": "AutoWeightSyncScheme",
+    "direct": "NoWeightSyncScheme",
+    "distributed": "DistributedWeightSyncScheme",
+    "multiprocessing": "MultiProcessWeightSyncScheme",
+    "none": "NoWeightSyncScheme",
+    "process": "MultiProcessWeightSyncScheme",
+    "ray": "RayWeightSyncScheme",
+    "ray_module_transform": "RayModuleTransformScheme",
+    "rpc": "RPCWeightSyncScheme",
+    "shared": "SharedMemWeightSyncScheme",
+    "thread": "SharedMemWeightSyncScheme",
+    "zmq": "ZMQWeightSyncScheme",
+}
+"""What ``from_backend`` takes, and the class that it stands for in either API."""
 
 
 class Scheme(ModelsOnBus):
@@ -69,6 +74,7 @@ class Scheme(ModelsOnBus):
     bus_class: ClassVar[type[BusCore]]  # of this API
     own_bus_class: ClassVar[type[BusCore]]  # what a scheme without bus= gets
     is_blocking: ClassVar[bool]
+    _package: ClassVar[str]  # where users find the schemes of this API
     takes_part: ClassVar[bool] = True  # in a bus that it shares
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
@@ -159,11 +165,9 @@ class Scheme(ModelsOnBus):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
-        import_module("asyncsync.public")  # all schemes, each of which registers itself
-        pair = _backends.get(backend) if isinstance(backend, str) else None
-        if pair is None:
-            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(_backends)}.")
-        scheme: Self = pair[cls.is_blocking](**kwargs)
+        if not isinstance(backend, str) or backend not in BACKENDS:
+            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(BACKENDS)}.")
+        scheme: Self = getattr(import_module(cls._package), BACKENDS[backend])(**kwargs)
         return scheme
 
     @property
@@ -394,15 +398,16 @@ class Scheme(ModelsOnBus):
 
     def _convert(self, package: str) -> Any:
         """Make a scheme of the other API, whose package this is."""
-        kind: Any = next((pair[not self.is_blocking] for pair in _backends.values() if type(self) in pair), None)
-        if kind is None:
+        name = type(self).__name__
+        if type(self) is not getattr(import_module(self._package), name, None):
             raise TypeError(
-                f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
-                f"class there and construct it with endpoint={self._bus.endpoint!r}"
+                f"{type(self).__module__}.{name} has no counterpart in {package}: derive one from a class there and "
+                f"construct it with endpoint={self._bus.endpoint!r}"
             )
         if self.is_registered or self._bus.link is not None or self.is_shut_down:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        import_module(package)  # cloudpickle, by which Ray pickles, takes a class by value if its module is not loaded
+        # The module is loaded, too: cloudpickle, by which Ray pickles, takes a class by value where it is not.
+        kind = getattr(import_module(package), name)
         twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
         twin.take_over(self)
