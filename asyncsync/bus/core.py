@@ -155,7 +155,7 @@ class ModelsOnBus(ABC):
 
     @abstractmethod
     def reach(self) -> tuple[BusCore, list[str] | None]:
-        # The same for a call. Raises an exception if this cannot be used (any more). None: all models.
+        # The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more).
         ...
 
     def hold(self) -> Hold[Shown]:

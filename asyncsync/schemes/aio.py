@@ -81,7 +81,7 @@ class BusOrScheme(ModelsOnBus):
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has, of all these models for which it has been told of one.
+        worker has; of a bus, with every model for which it has been told of one.
 
         Args:
             version: as returned by ``publish``.
@@ -101,7 +101,7 @@ class BusOrScheme(ModelsOnBus):
         await bus.await_version(version, worker_ids, timeout, models, quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind, with any model of the bus or with the scheme's.
+        """Receiver: wait until this worker is not too far behind, with the model, or with any of a bus.
 
         The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
         what it has applied is at most ``max_lag`` versions behind what the sender has answered.
@@ -209,7 +209,6 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
-    _package: ClassVar[str] = "asyncsync"
 
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
@@ -233,7 +232,7 @@ class WeightSyncScheme(Scheme, BusOrScheme):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        return self._convert("asyncsync.sync")
+        return self._convert()
 
     async def connect(
         self,

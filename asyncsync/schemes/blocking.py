@@ -211,7 +211,6 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
-    _package: ClassVar[str] = "asyncsync.sync"
     _bus: Bus
 
     @property
@@ -227,7 +226,7 @@ class WeightSyncScheme(Scheme, BusOrScheme):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        twin: AsyncScheme = self._convert("asyncsync")
+        twin: AsyncScheme = self._convert()
         return twin
 
     @property

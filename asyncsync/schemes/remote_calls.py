@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import inspect
 import sys
 import threading
@@ -79,7 +78,6 @@ class Call:
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        """Raises what msgpack raises, or TypeError: it is something else."""
         return cls(*msgpack.unpackb(data))
 
     def version(self, model_id: str) -> int | None:
@@ -234,9 +232,7 @@ class RemoteCallCore(Scheme):
         wanted = set(range(fixed or 0))
         if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
-        if fixed is not None:
-            options["num_workers"] = fixed
-        super().init_on_sender(context=context, min_workers=min_workers, **options)
+        super().init_on_sender(context=context, num_workers=fixed, min_workers=min_workers, **options)
         self._call_them(found)
 
     def _call_them(self, remotes: dict[int, Any]) -> None:
@@ -597,10 +593,7 @@ class RayCore(RemoteCallCore):
         if ray is None or not ray.is_initialized():
             return None
         name = ray.get_runtime_context().get_task_name() or ""
-        try:
-            return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
-        except (binascii.Error, ValueError, TypeError):
-            return None
+        return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
 
 
 async def _returned(reference: Any, worker: int) -> None:

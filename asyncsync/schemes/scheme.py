@@ -51,6 +51,7 @@ from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
 
 
+PACKAGES = "asyncsync", "asyncsync.sync"  # of the asyncio and of the blocking API
 BACKENDS = {
     "auto": "AutoWeightSyncScheme",
     "direct": "NoWeightSyncScheme",
@@ -74,7 +75,6 @@ class Scheme(ModelsOnBus):
     bus_class: ClassVar[type[BusCore]]  # of this API
     own_bus_class: ClassVar[type[BusCore]]  # what a scheme without bus= gets
     is_blocking: ClassVar[bool]
-    _package: ClassVar[str]  # where users find the schemes of this API
     takes_part: ClassVar[bool] = True  # in a bus that it shares
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
@@ -167,7 +167,7 @@ class Scheme(ModelsOnBus):
         """
         if not isinstance(backend, str) or backend not in BACKENDS:
             raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(BACKENDS)}.")
-        scheme: Self = getattr(import_module(cls._package), BACKENDS[backend])(**kwargs)
+        scheme: Self = getattr(import_module(PACKAGES[cls.is_blocking]), BACKENDS[backend])(**kwargs)
         return scheme
 
     @property
@@ -389,17 +389,17 @@ class Scheme(ModelsOnBus):
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
         strategy = self.strategy
-        if not self.selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
+        if type(strategy).apply_weights is WeightStrategy.apply_weights:
             flat = flat_weights(strategy, weights)
             bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self.selection)
             prepare_flat(bound, flat).apply_now()
         else:
             strategy.apply_weights(self._model, weights, inplace=inplace)
 
-    def _convert(self, package: str) -> Any:
-        """Make a scheme of the other API, whose package this is."""
-        name = type(self).__name__
-        if type(self) is not getattr(import_module(self._package), name, None):
+    def _convert(self) -> Any:
+        """Make a scheme of the other API."""
+        name, package = type(self).__name__, PACKAGES[not self.is_blocking]
+        if type(self) is not getattr(import_module(PACKAGES[self.is_blocking]), name, None):
             raise TypeError(
                 f"{type(self).__module__}.{name} has no counterpart in {package}: derive one from a class there and "
                 f"construct it with endpoint={self._bus.endpoint!r}"
