@@ -12,11 +12,10 @@ import asyncio
 import os
 import secrets
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, TypedDict, TypeVar, Unpack
+from typing import Annotated, Any, Protocol, TypedDict, TypeVar, Unpack
 
 from asyncsync.arguments import (
     Option,
@@ -143,100 +142,22 @@ class BusOptions(WireOptions, total=False):
 # -- the bus -----------------------------------------------------------------------------------------------------------
 
 
-class ModelsOnBus(ABC):
-    """What a bus shows of all its models, and a scheme of its one."""
+class ModelsOnBus(Protocol):
+    """A bus with all its models, or a scheme with its one. What both show, and what is called on both, is written once,
+    as methods of a bus that a scheme has, too."""
 
     is_shut_down: bool
 
-    @abstractmethod
     def shown(self) -> tuple[BusCore, Collection[str]]:
-        # The bus, and these models.
-        ...
+        """The bus, and these models."""
 
-    @abstractmethod
     def reach(self) -> tuple[BusCore, list[str] | None]:
-        # The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more).
-        ...
+        """The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more)."""
 
-    def hold(self) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
-        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
-        ``bus.hold()``, the newest that any of its models shows."""
-        bus, models = self.reach()
-        return bus.hold_of(bus.schemes if models is None else models)
-
-    @property
-    def version(self) -> int:
-        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
-        version that the model shows; of a bus, the newest that any of its models shows. 0: none.
-
-        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
-        """
-        bus, models = self.shown()
-        if isinstance(link := bus.link, TrainerLink):
-            return link.machine.published
-        return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
-
-    @property
-    def epoch(self) -> str:
-        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
-        follows; empty while there is none."""
-        bus, _ = self.shown()
-        if isinstance(link := bus.link, TrainerLink):
-            return epoch_text(link.machine.epoch)
-        return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
-        switches with the model, as the version does."""
-        bus, models = self.shown()
-        return bus.metadata_of(models)
-
-    def state_dict(self) -> dict[str, int]:
-        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
-
-        Raises:
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
-        bus, _ = self.shown()
-        bus.check_counts()
-        return {"version": bus.version}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
-        before or after ``connect``; all schemes of a bus share the version.
-
-        Raises:
-            ValueError: not such a state, or its version is older than the current one; nothing was changed.
-            ClosedError: this bus was shut down.
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
-        bus, _ = self.shown()
-        bus.check_counts()
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
-        if bus.is_shut_down:
-            raise ClosedError("this bus was shut down; construct another, and load the state into it")
-        bus.look(lambda: bus.carry_on(version))
-
-    @property
-    def closed(self) -> bool:
-        """True once this side was shut down, or the sender has said goodbye."""
-        bus, _ = self.shown()
-        if isinstance(link := bus.link, WorkerLink) and link.machine.session.ended is not None:
-            return True
-        return self.is_shut_down or bus.is_shut_down
-
-    def status(self) -> BusStatus:
-        """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
-        sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
-        bus, models = self.shown()
-        return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
+    async def _shutdown(self, timeout: float) -> None: ...
 
 
-class BusCore(ModelsOnBus):
+class BusCore:
     """One address for any number of models: the base of both APIs' ``Bus``.
 
     Attributes:
@@ -737,6 +658,83 @@ class BusCore(ModelsOnBus):
 
     def reach(self) -> tuple[BusCore, list[str] | None]:
         return self, None
+
+    def hold(self: ModelsOnBus) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
+        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
+        ``bus.hold()``, the newest that any of its models shows."""
+        bus, models = self.reach()
+        return bus.hold_of(bus.schemes if models is None else models)
+
+    @property
+    def version(self: ModelsOnBus) -> int:
+        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
+        version that the model shows; of a bus, the newest that any of its models shows. 0: none.
+
+        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        """
+        bus, models = self.shown()
+        if isinstance(link := bus.link, TrainerLink):
+            return link.machine.published
+        return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
+
+    @property
+    def epoch(self: ModelsOnBus) -> str:
+        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
+        follows; empty while there is none."""
+        bus, _ = self.shown()
+        if isinstance(link := bus.link, TrainerLink):
+            return epoch_text(link.machine.epoch)
+        return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
+
+    @property
+    def metadata(self: ModelsOnBus) -> dict[str, Any]:
+        """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
+        switches with the model, as the version does."""
+        bus, models = self.shown()
+        return bus.metadata_of(models)
+
+    def state_dict(self: ModelsOnBus) -> dict[str, int]:
+        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
+
+        Raises:
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        bus, _ = self.shown()
+        bus.check_counts()
+        return {"version": bus.version}
+
+    def load_state_dict(self: ModelsOnBus, state: Mapping[str, int]) -> None:
+        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
+        before or after ``connect``; all schemes of a bus share the version.
+
+        Raises:
+            ValueError: not such a state, or its version is older than the current one; nothing was changed.
+            ClosedError: this bus was shut down.
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        bus, _ = self.shown()
+        bus.check_counts()
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
+        if bus.is_shut_down:
+            raise ClosedError("this bus was shut down; construct another, and load the state into it")
+        bus.look(lambda: bus.carry_on(version))
+
+    @property
+    def closed(self: ModelsOnBus) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        bus, _ = self.shown()
+        if isinstance(link := bus.link, WorkerLink) and link.machine.session.ended is not None:
+            return True
+        return self.is_shut_down or bus.is_shut_down
+
+    def status(self: ModelsOnBus) -> BusStatus:
+        """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
+        sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
+        bus, models = self.shown()
+        return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
     def hold_of(self, models: Collection[str]) -> Hold[Shown]:
         self.check_open("receiver")

@@ -3,9 +3,8 @@ loop."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from tensordict import TensorDict
 
@@ -16,127 +15,24 @@ from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
 from asyncsync.schemes.torchrl import Refusal
 
-
-class BusOrScheme(ModelsOnBus):
-    """The methods of a bus and of a scheme."""
-
-    @abstractmethod
-    async def _shutdown(self, timeout: float) -> None: ...
-
-    def _refuse(self, *exc: object) -> NoReturn:
-        raise TypeError(
-            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
-        )
-
-    __enter__ = __exit__ = _refuse
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()
-
-    async def wait_staged(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
-        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
-
-        Args:
-            version: as returned by :meth:`stage` or :meth:`publish`.
-            worker_ids, timeout, quorum: as for :meth:`wait_version`.
-
-        Raises:
-            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
-                ready.
-            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
-                never published; or an unknown worker.
-            NotConnected: nobody is to get it.
-            ClosedError, Fenced: this side has ended.
-        """
-        bus, models = self.reach()
-        await bus.await_staged(version, worker_ids, timeout, models, quorum)
-
-    async def commit(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
-        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
-
-        Raises:
-            ValueError: the version is not staged (any more); the message says what there is instead.
-        """
-        bus, models = self.reach()
-        await bus.commit_and_wait(version, worker_ids, timeout, models, quorum)
-
-    async def drop(self, version: int) -> None:
-        """What is staged goes to nobody: the workers release it.
-
-        Raises:
-            ValueError: the version is not staged (any more); the message says what there is instead.
-        """
-        self.reach()[0].drop_staged(version)
-
-    async def wait_version(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has; of a bus, with every model for which it has been told of one.
-
-        Args:
-            version: as returned by ``publish``.
-            worker_ids: sender only; None: every worker whose target is at least this version.
-            timeout: seconds.
-            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
-
-        Raises:
-            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
-                reached. Not final: they still get it.
-            NotConnected: sender: no worker that is there could.
-            AckTimeout: receiver: not within the timeout.
-            ValueError, TypeError: an unknown worker, or a version that was not published.
-            ClosedError, Fenced: this side has ended.
-        """
-        bus, models = self.reach()
-        await bus.await_version(version, worker_ids, timeout, models, quorum)
-
-    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind, with the model, or with any of a bus.
-
-        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
-        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
-
-        Args:
-            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
-            timeout: seconds.
-
-        Returns:
-            The version that it has; of several models, the oldest.
-
-        Raises:
-            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-            ValueError: ``max_lag`` is not a whole number from 0.
-            SchemaMismatch, RemoteError: the update could not be applied here.
-            RuntimeError: this is a sender.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
-        """
-        bus, models = self.reach()
-        return await bus.await_lag(models or list(bus.schemes), max_lag, timeout)
-
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent.
-
-        A receiver's model stays as it is from then on, and its calls no longer count as reading. A bus ends all its
-        schemes. A scheme ends its bus if it is the last one there; else the bus goes on with the others, and another
-        scheme may take this one's place.
-
-        Args:
-            timeout: seconds; what has not ended by then is cut off.
-        """
-        await self._shutdown(timeout)
+T = TypeVar("T")
 
 
-class Bus(BusCore, BusOrScheme):
+def _refuse(self: object, *exc: object) -> NoReturn:
+    raise TypeError(
+        f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+    )
+
+
+async def _begin(self: T) -> T:
+    return self
+
+
+async def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
+    await self.shutdown()
+
+
+class Bus(BusCore):
     """One address for any number of models. Usage::
 
     async with Bus() as bus:                                       # the trainer
@@ -149,6 +45,8 @@ class Bus(BusCore, BusOrScheme):
         await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
 
     """
+
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
@@ -202,14 +100,131 @@ class Bus(BusCore, BusOrScheme):
         :meth:`WeightSyncScheme.send_async`."""
         return await self.announce_and_wait(weights, worker_ids, timeout, metadata, quorum)
 
+    async def wait_staged(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
+        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
 
-class WeightSyncScheme(Scheme, BusOrScheme):
+        Args:
+            version: as returned by :meth:`stage` or :meth:`publish`.
+            worker_ids, timeout, quorum: as for :meth:`wait_version`.
+
+        Raises:
+            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
+                ready.
+            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
+                never published; or an unknown worker.
+            NotConnected: nobody is to get it.
+            ClosedError, Fenced: this side has ended.
+        """
+        bus, models = self.reach()
+        await bus.await_staged(version, worker_ids, timeout, models, quorum)
+
+    async def commit(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
+        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        bus, models = self.reach()
+        await bus.commit_and_wait(version, worker_ids, timeout, models, quorum)
+
+    async def drop(self: ModelsOnBus, version: int) -> None:
+        """What is staged goes to nobody: the workers release it.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        self.reach()[0].drop_staged(version)
+
+    async def wait_version(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has; of a bus, with every model for which it has been told of one.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
+
+        Raises:
+            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
+                reached. Not final: they still get it.
+            NotConnected: sender: no worker that is there could.
+            AckTimeout: receiver: not within the timeout.
+            ValueError, TypeError: an unknown worker, or a version that was not published.
+            ClosedError, Fenced: this side has ended.
+        """
+        bus, models = self.reach()
+        await bus.await_version(version, worker_ids, timeout, models, quorum)
+
+    async def wait_lag(self: ModelsOnBus, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Receiver: wait until this worker is not too far behind, with the model, or with any of a bus.
+
+        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
+        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
+
+        Args:
+            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
+            timeout: seconds.
+
+        Returns:
+            The version that it has; of several models, the oldest.
+
+        Raises:
+            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
+            ValueError: ``max_lag`` is not a whole number from 0.
+            SchemaMismatch, RemoteError: the update could not be applied here.
+            RuntimeError: this is a sender.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
+        """
+        bus, models = self.reach()
+        return await bus.await_lag(models or list(bus.schemes), max_lag, timeout)
+
+    async def shutdown(self: ModelsOnBus, timeout: float = 5.0) -> None:
+        """Release everything; the other side learns of it. Idempotent.
+
+        A receiver's model stays as it is from then on, and its calls no longer count as reading. A bus ends all its
+        schemes. A scheme ends its bus if it is the last one there; else the bus goes on with the others, and another
+        scheme may take this one's place.
+
+        Args:
+            timeout: seconds; what has not ended by then is cut off.
+        """
+        await self._shutdown(timeout)
+
+
+class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by coroutines on the caller's event loop."""
 
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
 
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
+    wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
+    wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 

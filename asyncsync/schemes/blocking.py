@@ -24,7 +24,6 @@ from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
-from asyncsync.schemes.aio import BusOrScheme as AsyncBusOrScheme
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
@@ -90,25 +89,16 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
-class BusOrScheme:
-    """The methods of a bus and of a scheme."""
+def _begin(self: T) -> T:
+    return self
 
-    wait_staged = ordinary(AsyncBusOrScheme.wait_staged)
-    commit = ordinary(AsyncBusOrScheme.commit)
-    drop = ordinary(AsyncBusOrScheme.drop)
-    wait_version = ordinary(AsyncBusOrScheme.wait_version)
-    wait_lag = ordinary(AsyncBusOrScheme.wait_lag)
-    shutdown = ordinary(AsyncBusOrScheme.shutdown, run="end_on_loop")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
+    self.shutdown()
 
 
 @in_sync_as("Bus")
-class Bus(BusCore, BusOrScheme):
+class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
 
         with Bus() as bus:                                   # the trainer
@@ -123,6 +113,8 @@ class Bus(BusCore, BusOrScheme):
     The methods are described at :class:`asyncsync.Bus`.
     """
 
+    __enter__, __exit__ = _begin, _end
+
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
         initial = now(self._initial())
@@ -134,6 +126,9 @@ class Bus(BusCore, BusOrScheme):
     publish_async = elsewhere(AsyncBus.publish)
     stage = ordinary(AsyncBus.stage, make=taken)
     send_async = elsewhere(AsyncBus.send_async)
+    wait_staged, commit, drop = ordinary(AsyncBus.wait_staged), ordinary(AsyncBus.commit), ordinary(AsyncBus.drop)
+    wait_version, wait_lag = ordinary(AsyncBus.wait_version), ordinary(AsyncBus.wait_lag)
+    shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
         self,
@@ -201,7 +196,7 @@ class Bus(BusCore, BusOrScheme):
 
 
 @in_sync_as("WeightSyncScheme")
-class WeightSyncScheme(Scheme, BusOrScheme):
+class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by blocking calls.
 
     ``model``, ``context`` and ``worker_idx`` may be set before it is initialised: then they stand for what
@@ -211,6 +206,9 @@ class WeightSyncScheme(Scheme, BusOrScheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
+    __enter__, __exit__ = _begin, _end
+    wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
+    wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
     _bus: Bus
 
     @property

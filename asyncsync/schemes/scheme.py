@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -28,7 +28,7 @@ from torch import nn
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, defaults_of, refuse_misspelt
 from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
-from asyncsync.bus.core import BusCore, BusOptions, ModelsOnBus
+from asyncsync.bus.core import BusCore, BusOptions
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
@@ -69,7 +69,7 @@ BACKENDS = {
 """What ``from_backend`` takes, and the class that it stands for in either API."""
 
 
-class Scheme(ModelsOnBus):
+class Scheme(ABC):
     """What a scheme is, whichever API is put over it."""
 
     bus_class: ClassVar[type[BusCore]]  # of this API
@@ -298,6 +298,11 @@ class Scheme(ModelsOnBus):
     def reach(self) -> tuple[BusCore, list[str] | None]:
         self._check_open()
         return self._bus, [self.topic]
+
+    hold = BusCore.hold
+    version, epoch, metadata = BusCore.version, BusCore.epoch, BusCore.metadata
+    state_dict, load_state_dict = BusCore.state_dict, BusCore.load_state_dict
+    closed, status = BusCore.closed, BusCore.status
 
     def _check_connect(
         self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
