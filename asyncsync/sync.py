@@ -26,15 +26,11 @@ from asyncsync.bus.verifying import NotComparable
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
-from asyncsync.schemes.remote_calls import BlockingRay as RayWeightSyncScheme
-from asyncsync.schemes.remote_calls import BlockingRayModuleTransform as RayModuleTransformScheme
-from asyncsync.schemes.remote_calls import BlockingRPC as RPCWeightSyncScheme
-from asyncsync.schemes.shared_memory import BlockingAuto as AutoWeightSyncScheme
-from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
-from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
-from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
-from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
+from asyncsync.schemes.none import BlockingCountingBus, NoSyncCore
+from asyncsync.schemes.remote_calls import RayCore, RPCCore, TransformCore
+from asyncsync.schemes.shared_memory import CopyCore, NearAndFarCore, SlotCore
+from asyncsync.schemes.torch_distributed import DistributedCore
+from asyncsync.schemes.zmq import ChunkCore
 from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
@@ -70,3 +66,58 @@ __all__ = [
     "ZMQWeightSyncScheme",
 ]
 __all__ += _errors.__all__
+
+
+class ZMQWeightSyncScheme(ChunkCore, WeightSyncScheme):
+    """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
+
+
+class SharedMemWeightSyncScheme(SlotCore, WeightSyncScheme):
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
+
+    def receive(self, timeout: float | None = None) -> None:
+        """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
+        reach the model by themselves. :meth:`fetch` and :attr:`weights` return weights.
+
+        Args:
+            timeout: any; there is no waiting.
+
+        Raises:
+            ClosedError: the sender has said goodbye, or this side was shut down.
+            Fenced: a newer incarnation of this worker has taken over.
+        """
+        self.run_on_loop(lambda: self.take_in(timeout))
+
+
+class MultiProcessWeightSyncScheme(CopyCore, WeightSyncScheme):
+    """Weights for workers on this host, each with a copy of its own, with the blocking API; see
+    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
+
+
+class AutoWeightSyncScheme(NearAndFarCore, WeightSyncScheme):
+    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, with the blocking
+    API; see :class:`asyncsync.AutoWeightSyncScheme`."""
+
+
+class DistributedWeightSyncScheme(DistributedCore, WeightSyncScheme):
+    """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`."""
+
+
+class RPCWeightSyncScheme(RPCCore, WeightSyncScheme):
+    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
+
+
+class RayWeightSyncScheme(RayCore, WeightSyncScheme):
+    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
+
+
+class RayModuleTransformScheme(TransformCore, WeightSyncScheme):
+    """Weights for the module of a RayModuleTransform, with the blocking API; see
+    :class:`asyncsync.RayModuleTransformScheme`."""
+
+
+class NoWeightSyncScheme(NoSyncCore, WeightSyncScheme):
+    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
+    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
+
+    own_bus_class = BlockingCountingBus

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, TypedDict, TypeVar, Unpack
+from typing import Annotated, Any, Protocol, TypedDict, TypeVar, Unpack
 
 from asyncsync.arguments import (
     Option,
@@ -140,6 +140,21 @@ class BusOptions(WireOptions, total=False):
 
 
 # -- the bus -----------------------------------------------------------------------------------------------------------
+
+
+class ModelsOnBus(Protocol):
+    """A bus with all its models, or a scheme with its one. What both show, and what is called on both, is written once,
+    as methods of a bus that a scheme has, too."""
+
+    is_shut_down: bool
+
+    def shown(self) -> tuple[BusCore, Collection[str]]:
+        """The bus, and these models."""
+
+    def reach(self) -> tuple[BusCore, list[str] | None]:
+        """The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more)."""
+
+    async def _shutdown(self, timeout: float) -> None: ...
 
 
 class BusCore:
@@ -638,10 +653,88 @@ class BusCore:
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
-    def hold(self) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which this receiver applies no update to any model. In ``with
-        bus.hold() as held``, ``held.version`` and ``held.metadata`` are the newest that any of its models shows."""
-        return self.hold_of(self.schemes)
+    def shown(self) -> tuple[BusCore, Collection[str]]:
+        return self, self.schemes
+
+    def reach(self) -> tuple[BusCore, list[str] | None]:
+        return self, None
+
+    def hold(self: ModelsOnBus) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
+        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
+        ``bus.hold()``, the newest that any of its models shows."""
+        bus, models = self.reach()
+        return bus.hold_of(bus.schemes if models is None else models)
+
+    @property
+    def version(self: ModelsOnBus) -> int:
+        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
+        version that the model shows; of a bus, the newest that any of its models shows. 0: none.
+
+        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        """
+        bus, models = self.shown()
+        if isinstance(link := bus.link, TrainerLink):
+            return link.machine.published
+        return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
+
+    @property
+    def epoch(self: ModelsOnBus) -> str:
+        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
+        follows; empty while there is none."""
+        bus, _ = self.shown()
+        if isinstance(link := bus.link, TrainerLink):
+            return epoch_text(link.machine.epoch)
+        return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
+
+    @property
+    def metadata(self: ModelsOnBus) -> dict[str, Any]:
+        """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
+        switches with the model, as the version does."""
+        bus, models = self.shown()
+        return bus.metadata_of(models)
+
+    def state_dict(self: ModelsOnBus) -> dict[str, int]:
+        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
+
+        Raises:
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        bus, _ = self.shown()
+        bus.check_counts()
+        return {"version": bus.version}
+
+    def load_state_dict(self: ModelsOnBus, state: Mapping[str, int]) -> None:
+        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
+        before or after ``connect``; all schemes of a bus share the version.
+
+        Raises:
+            ValueError: not such a state, or its version is older than the current one; nothing was changed.
+            ClosedError: this bus was shut down.
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        bus, _ = self.shown()
+        bus.check_counts()
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
+        if bus.is_shut_down:
+            raise ClosedError("this bus was shut down; construct another, and load the state into it")
+        bus.look(lambda: bus.carry_on(version))
+
+    @property
+    def closed(self: ModelsOnBus) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        bus, _ = self.shown()
+        if isinstance(link := bus.link, WorkerLink) and link.machine.session.ended is not None:
+            return True
+        return self.is_shut_down or bus.is_shut_down
+
+    def status(self: ModelsOnBus) -> BusStatus:
+        """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
+        sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
+        bus, models = self.shown()
+        return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
     def hold_of(self, models: Collection[str]) -> Hold[Shown]:
         self.check_open("receiver")
@@ -652,69 +745,16 @@ class BusCore:
         # Receiver: the newest that these models show.
         return self._link.acting(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
 
-    @property
-    def version(self) -> int:
-        """Sender: the newest version published (a version that a worker refused does not count). Receiver: the newest
-        version that any of its models shows. 0: none.
-
-        On a receiver it changes together with the models: not inside a :meth:`hold`.
-        """
-        if isinstance(self._link, TrainerLink):
-            return self._link.machine.published
-        if isinstance(self._link, WorkerLink):
-            return self._link.acting(self.schemes).version
-        return self.carried
-
-    @property
-    def epoch(self) -> str:
-        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
-        follows; empty while there is none."""
-        if isinstance(link := self._link, TrainerLink):
-            return epoch_text(link.machine.epoch)
-        return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """A copy of the metadata published with :attr:`version`; empty if there was none. On a receiver, both change
-        together with the models."""
-        return self.metadata_of(self.schemes)
-
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
         if isinstance(link := self._link, TrainerLink):
             return decode_metadata(self.look(lambda: link.machine.targets.metadata))
         return self.acting(models).shown.metadata
 
-    def state_dict(self) -> dict[str, int]:
-        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
-
-        Raises:
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
-        self._check_counts()
-        return {"version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
-        before or after ``connect``; all schemes of a bus share the version.
-
-        Raises:
-            ValueError: not such a state, or its version is older than the current one; nothing was changed.
-            ClosedError: this bus was shut down.
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
-        self._check_counts()
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
-        if self.is_shut_down:
-            raise ClosedError("this bus was shut down; construct another, and load the state into it")
-        self.look(lambda: self._carry_on(version))
-
-    def _check_counts(self) -> None:
+    def check_counts(self) -> None:
         if self.role == "receiver":
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
-    def _carry_on(self, version: int) -> None:
+    def carry_on(self, version: int) -> None:
         link = self._link if isinstance(self._link, TrainerLink) else None
         now = self.carried if link is None else link.machine.version
         if version < now:
@@ -727,13 +767,6 @@ class BusCore:
             link.carry_on(version)
 
     @property
-    def closed(self) -> bool:
-        """True once this side was shut down, or the sender has said goodbye."""
-        if isinstance(self._link, WorkerLink) and self._link.machine.session.ended is not None:
-            return True
-        return self.is_shut_down
-
-    @property
     def dropped(self) -> dict[str, int]:
         """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
         return {} if self._link is None else dict(self._link.dropped)
@@ -743,17 +776,9 @@ class BusCore:
         """``(host, port)`` where this process serves metrics; None: it does not, or not yet."""
         return None if self._link is None or self._link.metrics is None else self._link.metrics.address
 
-    def status(self) -> BusStatus:
-        """Sender: every worker's state. Receiver: its own version, and its sender's ``state`` and ``last_seen``.
-        ``refused`` counts what was refused because of keys."""
-        return self.status_of(list(self.schemes))
-
     def report(self) -> Report:
         """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
         return self.look(self.trainer_link().report)
-
-    def status_of(self, models: list[str]) -> BusStatus:
-        return self.look(lambda: BusStatus({}, {}) if self._link is None else self._link.status(models))
 
     def newest_target(self) -> int:
         # Receiver: the newest version that its models show, or that any model is to have; 0: none.

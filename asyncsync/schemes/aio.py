@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, ModelsOnBus, Workers
 from asyncsync.bus.verifying import NotComparable
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
@@ -87,39 +87,6 @@ class Bus(BusCore):
         """As :meth:`publish`, but nothing is applied before :meth:`commit`; see :meth:`WeightSyncScheme.stage`."""
         return await self.announce(weights, worker_ids, metadata, stages=True)
 
-    async def wait_staged(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Wait until the workers have this version ready; see :meth:`WeightSyncScheme.wait_staged`."""
-        await self.await_staged(version, worker_ids, timeout, None, quorum)
-
-    async def commit(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Have what is staged applied; see :meth:`WeightSyncScheme.commit`."""
-        await self.commit_and_wait(version, worker_ids, timeout, None, quorum)
-
-    async def drop(self, version: int) -> None:
-        """What is staged goes to nobody; see :meth:`WeightSyncScheme.drop`."""
-        self.drop_staged(version)
-
-    async def wait_version(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has, of every model for which it has been told of one. Arguments and exceptions as of a scheme's.
-        """
-        await self.await_version(version, worker_ids, timeout, None, quorum)
-
-    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind, with any model of this bus; as
-        :meth:`WeightSyncScheme.wait_lag`.
-
-        Returns:
-            The version that it has, of several models the oldest.
-        """
-        return await self.await_lag(list(self.schemes), max_lag, timeout)
-
     async def send_async(
         self,
         weights: Mapping[str, Any],
@@ -133,8 +100,114 @@ class Bus(BusCore):
         :meth:`WeightSyncScheme.send_async`."""
         return await self.announce_and_wait(weights, worker_ids, timeout, metadata, quorum)
 
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        """End all schemes of this bus; the other side learns of it. Idempotent.
+    async def wait_staged(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
+        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
+
+        Args:
+            version: as returned by :meth:`stage` or :meth:`publish`.
+            worker_ids, timeout, quorum: as for :meth:`wait_version`.
+
+        Raises:
+            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
+                ready.
+            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
+                never published; or an unknown worker.
+            NotConnected: nobody is to get it.
+            ClosedError, Fenced: this side has ended.
+        """
+        bus, models = self.reach()
+        await bus.await_staged(version, worker_ids, timeout, models, quorum)
+
+    async def commit(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
+        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        bus, models = self.reach()
+        await bus.commit_and_wait(version, worker_ids, timeout, models, quorum)
+
+    async def drop(self: ModelsOnBus, version: int) -> None:
+        """What is staged goes to nobody: the workers release it.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        self.reach()[0].drop_staged(version)
+
+    async def wait_version(
+        self: ModelsOnBus,
+        version: int,
+        worker_ids: Workers = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has; of a bus, with every model for which it has been told of one.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
+
+        Raises:
+            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
+                reached. Not final: they still get it.
+            NotConnected: sender: no worker that is there could.
+            AckTimeout: receiver: not within the timeout.
+            ValueError, TypeError: an unknown worker, or a version that was not published.
+            ClosedError, Fenced: this side has ended.
+        """
+        bus, models = self.reach()
+        await bus.await_version(version, worker_ids, timeout, models, quorum)
+
+    async def wait_lag(self: ModelsOnBus, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
+        """Receiver: wait until this worker is not too far behind, with the model, or with any of a bus.
+
+        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
+        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
+
+        Args:
+            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
+            timeout: seconds.
+
+        Returns:
+            The version that it has; of several models, the oldest.
+
+        Raises:
+            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
+            ValueError: ``max_lag`` is not a whole number from 0.
+            SchemaMismatch, RemoteError: the update could not be applied here.
+            RuntimeError: this is a sender.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
+        """
+        bus, models = self.reach()
+        return await bus.await_lag(models or list(bus.schemes), max_lag, timeout)
+
+    async def shutdown(self: ModelsOnBus, timeout: float = 5.0) -> None:
+        """Release everything; the other side learns of it. Idempotent.
+
+        A receiver's model stays as it is from then on, and its calls no longer count as reading. A bus ends all its
+        schemes. A scheme ends its bus if it is the last one there; else the bus goes on with the others, and another
+        scheme may take this one's place.
 
         Args:
             timeout: seconds; what has not ended by then is cut off.
@@ -150,6 +223,8 @@ class WeightSyncScheme(Scheme):
     is_blocking: ClassVar[bool] = False
 
     __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
+    wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
+    wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 
@@ -172,7 +247,7 @@ class WeightSyncScheme(Scheme):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        return self._convert("asyncsync.sync")
+        return self._convert()
 
     async def connect(
         self,
@@ -258,71 +333,6 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         return await self._bus.announce({self.topic: weights}, worker_ids, metadata, stages=True)
 
-    async def wait_staged(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
-        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
-
-        Args:
-            version: as returned by :meth:`stage` or :meth:`publish`.
-            worker_ids, timeout, quorum: as for :meth:`wait_version`.
-
-        Raises:
-            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
-                ready.
-            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
-                never published; or an unknown worker.
-            NotConnected: nobody is to get it.
-            ClosedError, Fenced: this side has ended.
-        """
-        self._check_open()
-        await self._bus.await_staged(version, worker_ids, timeout, [self.topic], quorum)
-
-    async def commit(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
-        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
-
-        Raises:
-            ValueError: the version is not staged (any more); the message says what there is instead.
-        """
-        self._check_open()
-        await self._bus.commit_and_wait(version, worker_ids, timeout, [self.topic], quorum)
-
-    async def drop(self, version: int) -> None:
-        """What is staged goes to nobody: the workers release it.
-
-        Raises:
-            ValueError: the version is not staged (any more); the message says what there is instead.
-        """
-        self._check_open()
-        self._bus.drop_staged(version)
-
-    async def wait_version(
-        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
-    ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has.
-
-        Args:
-            version: as returned by ``publish``.
-            worker_ids: sender only; None: every worker whose target is at least this version.
-            timeout: seconds.
-            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
-
-        Raises:
-            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
-                reached. Not final: they still get it.
-            NotConnected: sender: no worker that is there could.
-            AckTimeout: receiver: not within the timeout.
-            ValueError, TypeError: an unknown worker, or a version that was not published.
-            ClosedError, Fenced: this side has ended.
-        """
-        self._check_open()
-        await self._bus.await_version(version, worker_ids, timeout, [self.topic], quorum)
-
     async def verify(
         self, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> dict[int, list[str] | NotComparable]:
@@ -348,29 +358,6 @@ class WeightSyncScheme(Scheme):
         """
         self._check_open()
         return await self._bus.verify_model(self.topic, worker_ids, timeout)
-
-    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind.
-
-        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
-        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
-
-        Args:
-            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
-            timeout: seconds.
-
-        Returns:
-            The version that it has.
-
-        Raises:
-            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-            ValueError: ``max_lag`` is not a whole number from 0.
-            SchemaMismatch, RemoteError: the update could not be applied here.
-            RuntimeError: this is a sender.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
-        """
-        self._check_open()
-        return await self._bus.await_lag([self.topic], max_lag, timeout)
 
     async def send_async(
         self,
@@ -472,14 +459,3 @@ class WeightSyncScheme(Scheme):
         link = self._bus.worker_link()
         mark = await link.applying.current(self.topic, timeout)
         return await self._return(link, mark, self.last_returned)
-
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent.
-
-        A receiver's model stays as it is from then on, and its calls no longer count as reading. A shared bus ends with
-        the last of its schemes, and goes on with the others until then; another scheme may take this one's place.
-
-        Args:
-            timeout: seconds; what has not ended by then is cut off.
-        """
-        await self._shutdown(timeout)

@@ -57,16 +57,21 @@ def ordinary(
     return call
 
 
-def elsewhere(method: Coroutines[P, T], name: str, doc: str) -> Coroutines[P, T]:
-    """The same of a method of weights and workers, for a coroutine of any event loop."""
+def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
+    """The same of a method that sends, for a coroutine of any event loop."""
     make: Callable[..., Make[T]] = taken
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._awaitable(make(method, self, *args, **kwargs))
+        result: T = await self.shown()[0].awaitable(make(method, self, *args, **kwargs))
         return result
 
-    call.__name__, call.__doc__ = name, doc
+    name = method.__name__.removesuffix("_async")
+    call.__name__ = f"{name}_async"
+    call.__doc__ = (
+        f":meth:`{name}` for a coroutine of any event loop; returns the version. The source must not change until it "
+        "returns. What follows may keep that loop busy: the weights travel by another."
+    )
     return call
 
 
@@ -118,20 +123,11 @@ class Bus(BusCore):
     connect.__doc__ = AsyncBus.connect.__doc__
 
     publish = ordinary(AsyncBus.publish, make=taken)
-    publish_async = elsewhere(
-        AsyncBus.publish,
-        "publish_async",
-        ":meth:`publish` for a coroutine of any event loop. The source must not change until it returns.",
-    )
+    publish_async = elsewhere(AsyncBus.publish)
     stage = ordinary(AsyncBus.stage, make=taken)
-    wait_staged = ordinary(AsyncBus.wait_staged)
-    commit = ordinary(AsyncBus.commit)
-    drop = ordinary(AsyncBus.drop)
-    wait_version = ordinary(AsyncBus.wait_version)
-    wait_lag = ordinary(AsyncBus.wait_lag)
-    send_async = elsewhere(
-        AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
-    )
+    send_async = elsewhere(AsyncBus.send_async)
+    wait_staged, commit, drop = ordinary(AsyncBus.wait_staged), ordinary(AsyncBus.commit), ordinary(AsyncBus.drop)
+    wait_version, wait_lag = ordinary(AsyncBus.wait_version), ordinary(AsyncBus.wait_lag)
     shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
@@ -160,7 +156,7 @@ class Bus(BusCore):
         # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
-    _awaitable = staticmethod(loop_thread.awaitable)
+    awaitable = staticmethod(loop_thread.awaitable)
 
     @property
     def _running(self) -> TrainerLink | WorkerLink | None:
@@ -210,8 +206,10 @@ class WeightSyncScheme(Scheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
-    _bus: Bus
     __enter__, __exit__ = _begin, _end
+    wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
+    wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
+    _bus: Bus
 
     @property
     def bus(self) -> Bus:
@@ -226,7 +224,7 @@ class WeightSyncScheme(Scheme):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        twin: AsyncScheme = self._convert("asyncsync")
+        twin: AsyncScheme = self._convert()
         return twin
 
     @property
@@ -292,28 +290,12 @@ class WeightSyncScheme(Scheme):
     send.__doc__ = AsyncScheme.send_async.__doc__
 
     _send_and_wait = ordinary(AsyncScheme.send_async, make=taken)
-    send_async = elsewhere(
-        AsyncScheme.send_async,
-        "send_async",
-        ":meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it "
-        "returns.",
-    )
+    send_async = elsewhere(AsyncScheme.send_async)
     publish = ordinary(AsyncScheme.publish, make=taken)
-    publish_async = elsewhere(
-        AsyncScheme.publish,
-        "publish_async",
-        ":meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel "
-        "by another. The source must not change until it returns.",
-    )
+    publish_async = elsewhere(AsyncScheme.publish)
     stage = ordinary(AsyncScheme.stage, make=taken)
-    wait_staged = ordinary(AsyncScheme.wait_staged)
-    commit = ordinary(AsyncScheme.commit)
-    drop = ordinary(AsyncScheme.drop)
-    wait_version = ordinary(AsyncScheme.wait_version)
-    wait_lag = ordinary(AsyncScheme.wait_lag)
     verify = ordinary(AsyncScheme.verify)
     fetch = ordinary(AsyncScheme.fetch, run="_deliver")
-    shutdown = ordinary(AsyncScheme.shutdown, run="end_on_loop")
 
     def take(
         self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -343,8 +325,6 @@ class WeightSyncScheme(Scheme):
         # The weights, taken from their source here and now.
         self._check_open()
         return self._bus.take_here({self.topic: weights}, workers)[self.topic]
-
-    _awaitable = staticmethod(loop_thread.awaitable)
 
     def _deliver(self, make: Make[T]) -> T:
         """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from asyncsync.bus.core import BusCore, Metadata
 from asyncsync.bus.verifying import Differences
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.shared_memory import ChunkTransport
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 from asyncsync.wire.messages import Shown, decode_metadata, encode_metadata
@@ -59,11 +59,11 @@ class CountingCore(BusCore):
     def metadata_of(self, models: Any) -> dict[str, Any]:
         return decode_metadata(self._encoded)
 
-    def _check_counts(self) -> None:
+    def check_counts(self) -> None:
         pass
 
-    def _carry_on(self, version: int) -> None:
-        super()._carry_on(version)
+    def carry_on(self, version: int) -> None:
+        super().carry_on(version)
         self._encoded = b""
 
 
@@ -76,6 +76,10 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
 
     def run_on_loop(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
+
+    @staticmethod
+    async def awaitable(make: blocking.Make[T]) -> T:
+        return await make()
 
     def take_here(self, weights: Any, workers: list[int] | None) -> Any:
         return weights
@@ -119,17 +123,3 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
     ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     own_bus_class: ClassVar[type[BusCore]] = CountingBus
-
-
-class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
-    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
-
-    own_bus_class: ClassVar[type[BusCore]] = BlockingCountingBus
-
-    @staticmethod
-    async def _awaitable(make: blocking.Make[T]) -> T:
-        return await make()
-
-
-register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import inspect
 import sys
 import threading
@@ -40,9 +39,9 @@ from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, We
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
 from asyncsync.runtime.threads import elsewhere, settle
-from asyncsync.schemes import aio, blocking
+from asyncsync.schemes import aio
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
 from asyncsync.transports.ray_private import kill, the_ray
@@ -79,7 +78,6 @@ class Call:
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        """Raises what msgpack raises, or TypeError: it is something else."""
         return cls(*msgpack.unpackb(data))
 
     def version(self, model_id: str) -> int | None:
@@ -234,9 +232,7 @@ class RemoteCallCore(Scheme):
         wanted = set(range(fixed or 0))
         if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
-        if fixed is not None:
-            options["num_workers"] = fixed
-        super().init_on_sender(context=context, min_workers=min_workers, **options)
+        super().init_on_sender(context=context, num_workers=fixed, min_workers=min_workers, **options)
         self._call_them(found)
 
     def _call_them(self, remotes: dict[int, Any]) -> None:
@@ -376,7 +372,7 @@ class RPCCore(RemoteCallCore):
 
         def begin() -> Any:
             call_there = import_module("torch.distributed.rpc").rpc_async
-            there, arguments = BlockingRPC.receive_there, (rref, call.encode())
+            there, arguments = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_there, (rref, call.encode())
             calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
             calling.add_done_callback(lambda _: settle(done))
             return calling
@@ -427,13 +423,6 @@ class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
         def _receive_weights_scheme(self):
             self.scheme.receive()
     """
-
-
-class BlockingRPC(RPCCore, blocking.WeightSyncScheme):
-    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
-
-
-register("rpc", RPCWeightSyncScheme, BlockingRPC)
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
@@ -604,10 +593,7 @@ class RayCore(RemoteCallCore):
         if ray is None or not ray.is_initialized():
             return None
         name = ray.get_runtime_context().get_task_name() or ""
-        try:
-            return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
-        except (binascii.Error, ValueError, TypeError):
-            return None
+        return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
 
 
 async def _returned(reference: Any, worker: int) -> None:
@@ -639,10 +625,6 @@ class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
         def _receive_weights_scheme(self):
             self.scheme.receive()
     """
-
-
-class BlockingRay(RayCore, blocking.WeightSyncScheme):
-    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
 
 
 class TransformCore(RayCore):
@@ -705,11 +687,3 @@ class TransformCore(RayCore):
 
 class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
     """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
-
-
-class BlockingRayModuleTransform(TransformCore, blocking.WeightSyncScheme):
-    """The same with the blocking API; see :class:`asyncsync.RayModuleTransformScheme`."""
-
-
-register("ray", RayWeightSyncScheme, BlockingRay)
-register("ray_module_transform", RayModuleTransformScheme, BlockingRayModuleTransform)

@@ -14,7 +14,7 @@ import secrets
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -29,12 +29,11 @@ from asyncsync.arguments import check_processes, check_timeout, checked, declare
 from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
 from asyncsync.bus.core import BusCore, BusOptions
-from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel, Selection
-from asyncsync.model.gate import PATIENCE, Handle, Hold, check_calls, check_methods
+from asyncsync.model.gate import PATIENCE, Handle, check_calls, check_methods
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, module_weights, resolve_strategy
 from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
@@ -43,25 +42,31 @@ from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
-from asyncsync.transports.base import in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
-from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME, Shown
+from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
 
 
-# Each scheme is a pair of classes, one of each API.
-_backends: dict[str, tuple[type[Any], type[Any]]] = {}
-
-
-def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], alias: str = "") -> None:
-    """Add a scheme to ``WeightSyncScheme.from_backend``. Users find its blocking class in asyncsync.sync by the name
-    that the other one has in asyncsync."""
-    in_sync_as(asyncio_class.__name__)(blocking_class)
-    _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
+PACKAGES = "asyncsync", "asyncsync.sync"  # of the asyncio and of the blocking API
+BACKENDS = {
+    "auto": "AutoWeightSyncScheme",
+    "direct": "NoWeightSyncScheme",
+    "distributed": "DistributedWeightSyncScheme",
+    "multiprocessing": "MultiProcessWeightSyncScheme",
+    "none": "NoWeightSyncScheme",
+    "process": "MultiProcessWeightSyncScheme",
+    "ray": "RayWeightSyncScheme",
+    "ray_module_transform": "RayModuleTransformScheme",
+    "rpc": "RPCWeightSyncScheme",
+    "shared": "SharedMemWeightSyncScheme",
+    "thread": "SharedMemWeightSyncScheme",
+    "zmq": "ZMQWeightSyncScheme",
+}
+"""What ``from_backend`` takes, and the class that it stands for in either API."""
 
 
 class Scheme(ABC):
@@ -160,11 +165,9 @@ class Scheme(ABC):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
-        import_module("asyncsync.public")  # all schemes, each of which registers itself
-        pair = _backends.get(backend) if isinstance(backend, str) else None
-        if pair is None:
-            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(_backends)}.")
-        scheme: Self = pair[cls.is_blocking](**kwargs)
+        if not isinstance(backend, str) or backend not in BACKENDS:
+            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(BACKENDS)}.")
+        scheme: Self = getattr(import_module(PACKAGES[cls.is_blocking]), BACKENDS[backend])(**kwargs)
         return scheme
 
     @property
@@ -247,54 +250,6 @@ class Scheme(ABC):
         """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
         return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
 
-    @property
-    def version(self) -> int:
-        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
-        version that the model shows. 0: none.
-
-        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
-        """
-        link = self._bus.link
-        return link.acting((self.topic,)).version if isinstance(link, WorkerLink) else self._bus.version
-
-    @property
-    def epoch(self) -> str:
-        return self._bus.epoch
-
-    epoch.__doc__ = BusCore.epoch.__doc__
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
-        none. On a receiver it switches with the model, as the version does."""
-        return self._bus.metadata_of((self.topic,))
-
-    def state_dict(self) -> dict[str, int]:
-        return self._bus.state_dict()
-
-    state_dict.__doc__ = BusCore.state_dict.__doc__
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._bus.load_state_dict(state)
-
-    load_state_dict.__doc__ = BusCore.load_state_dict.__doc__
-
-    @property
-    def closed(self) -> bool:
-        """True once this side was shut down, or the sender has said goodbye."""
-        return self.is_shut_down or self._bus.closed
-
-    def status(self) -> BusStatus:
-        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
-        sender. What was refused for the sake of keys is in its ``refused``."""
-        return self._bus.status_of([self.topic])
-
-    def hold(self) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
-        ``held.version`` and ``held.metadata`` are those of what is read there."""
-        self._check_open()
-        return self._bus.hold_of((self.topic,))
-
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
@@ -336,6 +291,18 @@ class Scheme(ABC):
                 )
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus.check_open(self.role)
+
+    def shown(self) -> tuple[BusCore, Collection[str]]:
+        return self._bus, (self.topic,)
+
+    def reach(self) -> tuple[BusCore, list[str] | None]:
+        self._check_open()
+        return self._bus, [self.topic]
+
+    hold = BusCore.hold
+    version, epoch, metadata = BusCore.version, BusCore.epoch, BusCore.metadata
+    state_dict, load_state_dict = BusCore.state_dict, BusCore.load_state_dict
+    closed, status = BusCore.closed, BusCore.status
 
     def _check_connect(
         self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
@@ -427,24 +394,25 @@ class Scheme(ABC):
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
         strategy = self.strategy
-        if not self.selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
+        if type(strategy).apply_weights is WeightStrategy.apply_weights:
             flat = flat_weights(strategy, weights)
             bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self.selection)
             prepare_flat(bound, flat).apply_now()
         else:
             strategy.apply_weights(self._model, weights, inplace=inplace)
 
-    def _convert(self, package: str) -> Any:
-        """Make a scheme of the other API, whose package this is."""
-        kind: Any = next((pair[not self.is_blocking] for pair in _backends.values() if type(self) in pair), None)
-        if kind is None:
+    def _convert(self) -> Any:
+        """Make a scheme of the other API."""
+        name, package = type(self).__name__, PACKAGES[not self.is_blocking]
+        if type(self) is not getattr(import_module(PACKAGES[self.is_blocking]), name, None):
             raise TypeError(
-                f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
-                f"class there and construct it with endpoint={self._bus.endpoint!r}"
+                f"{type(self).__module__}.{name} has no counterpart in {package}: derive one from a class there and "
+                f"construct it with endpoint={self._bus.endpoint!r}"
             )
         if self.is_registered or self._bus.link is not None or self.is_shut_down:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        import_module(package)  # cloudpickle, by which Ray pickles, takes a class by value if its module is not loaded
+        # The module is loaded, too: cloudpickle, by which Ray pickles, takes a class by value where it is not.
+        kind = getattr(import_module(package), name)
         twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
         twin.take_over(self)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 from asyncsync.arguments import declared
-from asyncsync.schemes import aio, blocking
+from asyncsync.schemes import aio
 from asyncsync.schemes.options import AutoOptions, SharedMemOptions, Strategy
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.shared_memory import (
     BlockingMPTransport,
     BlockingSharedMemTransport,
@@ -54,41 +54,16 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """
 
 
-class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
+class CopyCore(SlotCore):
+    """What the scheme has in both APIs."""
 
-    def receive(self, timeout: float | None = None) -> None:
-        """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
-        reach the model by themselves. :meth:`fetch` and :attr:`weights` return weights.
-
-        Args:
-            timeout: any; there is no waiting.
-
-        Raises:
-            ClosedError: the sender has said goodbye, or this side was shut down.
-            Fenced: a newer incarnation of this worker has taken over.
-        """
-        self.run_on_loop(lambda: self.take_in(timeout))
+    _adopts = False
+    _transports = MPTransport, BlockingMPTransport
 
 
-class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
+class MultiProcessWeightSyncScheme(CopyCore, aio.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own. Usage and arguments as
     :class:`SharedMemWeightSyncScheme`."""
-
-    _adopts = False
-    _transports = MPTransport, BlockingMPTransport
-
-
-class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API; see
-    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
-
-    _adopts = False
-    _transports = MPTransport, BlockingMPTransport
-
-
-register("shared", SharedMemWeightSyncScheme, BlockingSharedMem, "thread")
-register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multiprocessing")
 
 
 class NearAndFarCore(SlotCore):
@@ -114,11 +89,3 @@ class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):
     namespace. One of them that may not open the sender's memory (another
     user's process, or the sender is not dumpable) gets its weights over ZeroMQ, too.
     """
-
-
-class BlockingAuto(NearAndFarCore, blocking.WeightSyncScheme):
-    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, with the blocking
-    API; see :class:`asyncsync.AutoWeightSyncScheme`."""
-
-
-register("auto", AutoWeightSyncScheme, BlockingAuto)

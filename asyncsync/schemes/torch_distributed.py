@@ -15,9 +15,9 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import INTRODUCED, address_towards, own_address
 from asyncsync.net.rendezvous import THREAD
 from asyncsync.runtime.threads import elsewhere
-from asyncsync.schemes import aio, blocking
+from asyncsync.schemes import aio
 from asyncsync.schemes.options import DistributedOptions, Strategy
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.torch_distributed import (
     Address,
     BlockingDistributedTransport,
@@ -200,10 +200,3 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
     workers get in the store; what gloo carries is not, and whoever can use the store can take a worker's place: as with
     torch.distributed itself, use it on a network that you trust.
     """
-
-
-class BlockingDistributed(DistributedCore, blocking.WeightSyncScheme):
-    """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`."""
-
-
-register("distributed", DistributedWeightSyncScheme, BlockingDistributed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from asyncsync.arguments import declared
-from asyncsync.schemes import aio, blocking
+from asyncsync.schemes import aio
 from asyncsync.schemes.options import Strategy, ZMQOptions
-from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.shared_memory import ChunkTransport
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
@@ -49,10 +49,3 @@ class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
     Where there are more than 4 MiB of weights, the Parameters of a module get their memory where they are received, as
     with :class:`asyncsync.SharedMemWeightSyncScheme`; ``init_on_receiver(…, inplace=True)`` copies.
     """
-
-
-class BlockingZMQ(ChunkCore, blocking.WeightSyncScheme):
-    """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
-
-
-register("zmq", ZMQWeightSyncScheme, BlockingZMQ)
