@@ -26,8 +26,6 @@ Array = np.ndarray[Any, Any]
 ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
 """What a step has beside observations and actions, and what a reset is asked for with."""
 
-ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"
-
 
 class Spec(ABC):
     """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``. ``hint`` ends the message about an
@@ -157,7 +155,7 @@ class OneHotSpec(Spec):
     """Choices, one-hot: ``nvec`` and ``start`` have the shape of the choices. Each is a dimension of its own, the last,
     if all have as many entries; else they lie side by side in the last dimension. ``n``: that dimension's size."""
 
-    hint = ENCODED
+    hint = " (choices are one-hot unless categorical_action_encoding=True)"
 
     def __init__(self, nvec: Array, start: Array) -> None:
         self._counts: list[int] = nvec.ravel().tolist()
