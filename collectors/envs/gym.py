@@ -422,12 +422,11 @@ class GymEnv(NotTorchRLs):
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
         self._vector: Vector | None = None  # None: a single environment, which is reset or not
-        self._stepper = env
+        self._stepper: Any = env
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
-                self._vector = vector_of(env, reads_info=bool(info_keys))
-                self._stepper = self._vector.stepper
+                self._stepper = self._vector = vector_of(env, reads_info=bool(info_keys))
                 self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (

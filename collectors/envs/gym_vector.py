@@ -30,10 +30,13 @@ Seen = tuple[Rows, Mapping[str, Any] | None]
 
 class Vector:
     """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
-    waits for. ``stepper`` has the method that steps all."""
+    waits for."""
 
     def __init__(self, env: Any) -> None:
-        self.env = self.stepper = env
+        self.env = env
+
+    def step(self, actions: Any) -> Any:
+        return self.env.step(actions)
 
     def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
         """What finished environments have shown last and the step itself has not returned. ``finished`` is bool
@@ -58,7 +61,6 @@ class InTurn(Vector):
         from gymnasium.vector.utils import iterate
 
         super().__init__(env)
-        self.stepper = self
         self._iterate = iterate
 
     def step(self, actions: Any) -> tuple[Any, ...]:
