@@ -37,6 +37,7 @@ from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import WorkThread, until_done
 from asyncsync.schemes.blocking import now
 from asyncsync.schemes.sources import as_tensordict
+from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.packing import copy_flat
 
 logger = logging.getLogger("asyncsync")
@@ -55,6 +56,9 @@ KEPT = 1024
 
 OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
 """The options that the worker itself has."""
+
+SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
+"""By the backend: what brings weights to the worker."""
 
 BUSY_POLICIES = ("skip", "newest", "queue", "error")
 
@@ -103,7 +107,7 @@ class EvaluatorOptions(TypedDict, total=False):
     dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
     busy_policy: Annotated[str, Option("skip", partial(check_choice, choices=BUSY_POLICIES))]
-    backend: Annotated[str, Option("process", partial(check_choice, choices=("process", "ray")))]
+    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(SCHEMES)))]
     init_fn: InitFn
 
 
@@ -137,8 +141,11 @@ class Evaluator(Lifetime):
                 f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
                 "evaluator's worker makes it"
             )
-        if policy is None and options["policy_factory"] is None:
+        policy_factory, schemes = options["policy_factory"], options["weight_sync_schemes"]
+        if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
+        if schemes is None and policy_factory is not None:
+            schemes = {"policy": SCHEMES[options["backend"]]()}
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
@@ -146,12 +153,12 @@ class Evaluator(Lifetime):
         self._collector = family(options["backend"])(
             [env],
             policy,
-            policy_factory=options["policy_factory"],
+            policy_factory=policy_factory,
             frames_per_batch=min(STEPS, limit or STEPS) if frames is None else frames,
             max_frames_per_traj=limit,
             exploration_type=options["exploration_type"],
             policy_device=options["device"],
-            weight_sync_schemes=options["weight_sync_schemes"],
+            weight_sync_schemes=schemes,
             init_fn=options["init_fn"],
             collector_class=partial(EpisodeCollector, evaluation=of_worker),
             sync=True,
