@@ -18,15 +18,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import check_keys
-from asyncsync.collectors.envs.gym_vector import First, Vector, make_vector, vector_of
+from asyncsync.collectors.envs.gym_vector import Seen, Vector, make_vector, vector_of
 from asyncsync.collectors.trajectories import FLAGS, zeroed
 
 Array = np.ndarray[Any, Any]
 
 ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
 """What a step has beside observations and actions, and what a reset is asked for with."""
-
-ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"
 
 
 class Spec(ABC):
@@ -157,7 +155,7 @@ class OneHotSpec(Spec):
     """Choices, one-hot: ``nvec`` and ``start`` have the shape of the choices. Each is a dimension of its own, the last,
     if all have as many entries; else they lie side by side in the last dimension. ``n``: that dimension's size."""
 
-    hint = ENCODED
+    hint = " (choices are one-hot unless categorical_action_encoding=True)"
 
     def __init__(self, nvec: Array, start: Array) -> None:
         self._counts: list[int] = nvec.ravel().tolist()
@@ -424,12 +422,11 @@ class GymEnv(NotTorchRLs):
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
         self._vector: Vector | None = None  # None: a single environment, which is reset or not
-        self._stepper = env
+        self._stepper: Any = env
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
-                self._vector = vector_of(env, reads_info=bool(info_keys))
-                self._stepper = self._vector.stepper
+                self._stepper = self._vector = vector_of(env, reads_info=bool(info_keys))
                 self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (
@@ -497,7 +494,7 @@ class GymEnv(NotTorchRLs):
         """
         mask = None if tensordict is None else tensordict.pop("_reset", None)
         if tensordict is None or mask is None or bool(mask.all()):
-            first = self._reset(seed=seed, options=options)
+            first = self._first(self._reset(seed=seed, options=options))
             return first if tensordict is None else tensordict.update(first)
         if bool(mask.any()):
             assert self._vector is not None
@@ -571,13 +568,11 @@ class GymEnv(NotTorchRLs):
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
             return first, None
         if self._vector is None:
-            self._begin(first, [(None, *self._found(2, "reset", self.env.reset()))])
+            self._write_seen(first, self._reset())
             return first, finished
         if last is not None:
-            self._begin(last, self._vector.last(finished, info))
-            if "final_info" in info:
-                self._write_infos(last, info["final_info"], finished)
-        self._begin(first, self._vector.first(finished), finished)
+            self._write_seen(last, self._vector.last(finished, info), finished)
+        self._write_seen(first, self._vector.first(finished), finished)
         return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -617,13 +612,13 @@ class GymEnv(NotTorchRLs):
 
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
-    def _reset(self, **kwargs: Any) -> TensorDict:
+    def _reset(self, **kwargs: Any) -> Seen:
         observation, info = self._found(2, "reset", self.env.reset(**kwargs))
         if self._unknown_infos:
             self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
             self._unknown_infos = ()
             self._describe()
-        return self._first([(None, observation, info)])
+        return [(..., observation)], info
 
     def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
         """What the first reset's info shows of an entry."""
@@ -639,23 +634,18 @@ class GymEnv(NotTorchRLs):
             )
         return free_spec(value[0] if self.batch_size else value, name)
 
-    def _first(self, begun: First, mask: Array | None = None) -> TensorDict:
+    def _first(self, seen: Seen, mask: Array | None = None) -> TensorDict:
         arrays = self._observations_memory()
-        self._begin(arrays, begun, mask)
+        self._write_seen(arrays, seen, mask)
         return self.container(tensors(arrays) | self.no_flags())
 
-    def _begin(self, arrays: Mapping[Any, Array], begun: First, mask: Array | None = None) -> None:
-        """Write observations and infos of some environments, which are those of the mask; without it, of all."""
-        for where, observation, info in begun:
-            if where is None:
-                self._write(arrays, observation)
-            else:  # "...": a number, too, is a view, or a copy where there are several
-                rows = {key: array[where, ...] for key, array in arrays.items()}
-                self._write(rows, observation)
-                for key, array in arrays.items():
-                    array[where] = rows[key]
-            if info is not None:
-                self._write_infos(arrays, info, mask)
+    def _write_seen(self, arrays: Mapping[Any, Array], seen: Seen, mask: Array | None = None) -> None:
+        """``mask``: only the infos of these environments of a vector."""
+        rows, info = seen
+        for index, observation in rows:
+            self._write({key: array[index] for key, array in arrays.items()}, observation)
+        if info is not None:
+            self._write_infos(arrays, info, mask)
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
         for leaf in self._observations:

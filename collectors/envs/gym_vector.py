@@ -22,31 +22,35 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-First = Iterable[tuple[Any, Any, dict[str, Any] | None]]
-"""Observations of some environments: their index, of any kind that NumPy has (None: all), what they show, and an info
-that has those of all; None: there is none."""
+Rows = Iterable[tuple[Any, Any]]
+"""Observations of some environments, each with its index in an array of all, by which NumPy makes a view."""
+Seen = tuple[Rows, Mapping[str, Any] | None]
+"""What a step or a reset has shown of some environments, with an info that has theirs; None: there is none."""
 
 
 class Vector:
     """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
-    waits for. ``stepper`` has the method that steps all."""
+    waits for."""
 
     def __init__(self, env: Any) -> None:
-        self.env = self.stepper = env
+        self.env = env
 
-    def last(self, finished: Array, info: dict[str, Any]) -> First:
-        """The last observations of finished environments that the step itself has not returned. ``finished`` is bool
+    def step(self, actions: Any) -> Any:
+        return self.env.step(actions)
+
+    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
+        """What finished environments have shown last and the step itself has not returned. ``finished`` is bool
         [num_envs], ``info`` the step's."""
-        return []
+        return [], None
 
-    def first(self, finished: Array) -> First:
-        """After :meth:`last`: the first observations of finished environments, unless the step has returned them."""
+    def first(self, finished: Array) -> Seen:
+        """After :meth:`last`: what finished environments show first, unless the step has returned it."""
         return self.reset(finished)
 
-    def reset(self, mask: Array) -> First:
+    def reset(self, mask: Array) -> Seen:
         """Reset the environments of a mask, bool [num_envs], at any other time."""
         observation, info = self.env.reset(options={"reset_mask": mask.copy()})  # which becomes the environment's own
-        return [(mask, _rows(observation, mask), info)]
+        return _rows(observation, mask), info
 
 
 class InTurn(Vector):
@@ -57,7 +61,6 @@ class InTurn(Vector):
         from gymnasium.vector.utils import iterate
 
         super().__init__(env)
-        self.stepper = self
         self._iterate = iterate
 
     def step(self, actions: Any) -> tuple[Any, ...]:
@@ -67,26 +70,25 @@ class InTurn(Vector):
         observations, *numbers, _ = zip(*each, strict=True)
         return _together(observations), *numbers, {}
 
-    def reset(self, mask: Array) -> First:
-        for index in mask.nonzero()[0].tolist():
-            yield index, self.env.envs[index].reset()[0], None
+    def reset(self, mask: Array) -> Seen:
+        return [((index, ...), self.env.envs[index].reset()[0]) for index in mask.nonzero()[0].tolist()], None
 
 
 class SameStep(Vector):
     """The environment has reset them when the step returns."""
 
-    def last(self, finished: Array, info: dict[str, Any]) -> First:
+    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
         if "final_obs" not in info:
             raise RuntimeError(
                 f"{self.env} has autoreset mode SAME_STEP, but lost the last observations of finished environments: "
                 "the step's info has no 'final_obs'. Use AutoresetMode.DISABLED"
             )
-        return [(index, _rows(info["final_obs"], index), None) for index in finished.nonzero()[0].tolist()]
+        return _rows(info["final_obs"], finished), info.get("final_info")
 
-    def first(self, finished: Array) -> First:
-        return []
+    def first(self, finished: Array) -> Seen:
+        return [], None
 
-    def reset(self, mask: Array) -> First:
+    def reset(self, mask: Array) -> Seen:
         from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
         if not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):  # which take a mask in any mode
@@ -101,13 +103,13 @@ class CartPole(Vector):
     """Gymnasium's CartPoleVectorEnv resets in the next step only. All its state is in three arrays, so finished
     environments are reset here at once, with the generator that it would use a step later."""
 
-    def reset(self, mask: Array) -> First:
+    def reset(self, mask: Array) -> Seen:
         env = self.env
         which = mask.nonzero()[0]  # quicker than the mask, for a few
         env.state[:, which] = env.np_random.uniform(env.low, env.high, (4, len(which)))
         env.steps[which] = 0
         env.prev_done[which] = False
-        return [(None, env.state.T, {})]
+        return [(..., env.state.T)], {}
 
 
 def vector_of(env: Any, *, reads_info: bool) -> Vector:
@@ -169,10 +171,15 @@ def _kind_of(kind: Any, metadata: Mapping[str, Any]) -> type[Vector] | None:
     return CartPole if kind is CartPoleVectorEnv else None
 
 
-def _rows(observation: Any, index: Any) -> Any:
+def _rows(observation: Any, mask: Array) -> Rows:
+    """What the environments of a mask show, of what all show."""
+    return [((index, ...), _row(observation, index)) for index in mask.nonzero()[0].tolist()]
+
+
+def _row(observation: Any, index: int) -> Any:
     if isinstance(observation, Mapping):
-        return {name: _rows(value, index) for name, value in observation.items()}
-    return observation[index] if isinstance(index, int) else np.asarray(observation)[index]
+        return {name: _row(value, index) for name, value in observation.items()}
+    return observation[index]
 
 
 def _together(observations: Sequence[Any]) -> Any:

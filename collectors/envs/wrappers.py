@@ -95,14 +95,11 @@ class StepLimit(Wrapper):
         """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
         environment's ``reset``. Raises ValueError: it counts steps already; KeyError: it has no flag of a trajectory's
         end."""
-        if td is None:
-            root = environments.reset(self.environment, **kwargs)
-            if "step_count" in root.keys():  # noqa: SIM118
-                raise ValueError(_COUNTED)
-            mask = before = None
-        else:  # read first: the environment may take the mask out
-            mask, before = td.get("_reset", None), td.get("step_count", None)
-            root = environments.reset(self.environment, td, **kwargs)
+        # Read first: the environment may take the mask out.
+        mask, before = (None, None) if td is None else (td.get("_reset", None), td.get("step_count", None))
+        root = environments.reset(self.environment, td, **kwargs)
+        if td is None and "step_count" in root.keys():  # noqa: SIM118
+            raise ValueError(_COUNTED)
         keys = environments.done_flags(self.environment, root)
         if not set(FLAGS) & set(keys):
             raise KeyError(self._no_flag(keys, "max_frames_per_traj"))

@@ -136,8 +136,7 @@ class Evaluator(Lifetime):
             NotImplementedError: backend is "process", and this is not Linux.
             Exception: the worker raised it before it was ready. It keeps its type.
         """
-        is_made = hasattr(env, "step_and_maybe_reset") or hasattr(env, "action_space")
-        if not isinstance(env, str) and (not callable(env) or (is_made and not isinstance(env, type))):
+        if not isinstance(env, str) and (not callable(env) or environments.is_given(env)):
             raise TypeError(
                 f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
                 "evaluator's worker makes it"

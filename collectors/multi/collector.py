@@ -508,7 +508,7 @@ class GroupCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         is_root = self._senders.buses and not self.acting_weights.come_from_above
-        return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.received())
+        return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.origin()[0])
 
     def increment_version(self) -> None:
         """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the

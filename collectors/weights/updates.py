@@ -187,7 +187,6 @@ class WeightsAPI:
         if sent:
             for change in changes:
                 change.resolve()  # what does not fit is told before anything is sent
-            senders.bus_of(sent)
         elif not own and not self.cascades:
             raise ValueError(
                 f"this {name} receives {sorted(given)} by its weight_recv_schemes and sends to no workers: update the "
@@ -461,7 +460,7 @@ class ActingWeights:
         schemes: those that receive, by model id.
         own: how many updates were applied here without schemes.
         counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: reads the newest version published for this collector, by the count of :meth:`received`; None:
+        newest_above: reads the newest version published for this collector, by the count of :meth:`origin`; None:
             only its schemes know of one.
     """
 
@@ -605,16 +604,12 @@ class ActingWeights:
         """The version with which frames are labelled. With a trainer above, that of its schemes plus what its updaters
         have counted; else that of schemes, or where nothing brings weights, the count of updates applied here."""
         if self.counted_above is not None:
-            return self.received() + self.counted_above()
-        return self.own if self._main is None else self.received()
-
-    def received(self) -> int:
-        """The version that has come by schemes: of several buses, that of the policy's, or of the first. Each counts
-        its own; in a tree of collectors, its root does."""
-        return self.origin()[0]
+            return self.origin()[0] + self.counted_above()
+        return self.own if self._main is None else self.origin()[0]
 
     def origin(self) -> tuple[int, bytes]:
-        """The version :meth:`received`, and its metadata."""
+        """The version that has come by schemes, and its metadata: of several buses, that of the policy's, or of the
+        first. Each counts its own; in a tree of collectors, its root does."""
         if self._main is None:
             return 0, b""
         acting = self._main.acting(self._main.schemes)
@@ -629,7 +624,7 @@ class ActingWeights:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
         if newest_above is not None and isinstance(main, Bus):  # else nothing here follows that count
-            while (newest := newest_above()) - self.received() > max_lag:
+            while (newest := newest_above()) - self.origin()[0] > max_lag:
                 main.wait_origin(newest - max_lag, timeout)
 
 
