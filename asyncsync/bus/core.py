@@ -541,17 +541,16 @@ class BusCore:
         metadata: bytes,
         timeout: float = DEFAULT_TIMEOUT,
         *,
-        at_once: bool = True,
         stages: bool = False,
     ) -> int:
-        """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
+        """:meth:`announce` of what was extracted."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
         link = self.trainer_link()
         whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
         version = await link.publishing.publish(
-            sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata, stages=stages
+            sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages
         )
         if self.on_published is not None:
             link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
@@ -585,7 +584,7 @@ class BusCore:
                 if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
                     return version
             there = link.check_quorum(sources, workers, quorum)
-            version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
+            version = await self._publish_sources(sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
             waiting = workers or self.trainer_link().machine.membership.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error

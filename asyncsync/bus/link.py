@@ -191,14 +191,11 @@ class Link(ABC):
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
-    async def wait(
-        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
-    ) -> bool:
+    async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
         as :meth:`check`, also if this link is shut down or fails meanwhile.
 
-        When this returns, the predicate holds: the state that woke the waiter may be over a moment later. ``begin`` is
-        called once all is ready to wait; not if the predicate holds already, or there is no time.
+        When this returns, the predicate holds: the state that woke the waiter may be over a moment later.
         """
         self.check()
         deadline = None if timeout is None else self.loop.time() + timeout
@@ -211,9 +208,6 @@ class Link(ABC):
             timer = None if deadline is None else self.loop.call_at(deadline, _wake, waiter)
             self.waiters[waiter] = predicate
             try:
-                if begin is not None:
-                    begin()
-                    begin = None
                 await waiter
             finally:
                 del self.waiters[waiter]

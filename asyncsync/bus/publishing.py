@@ -118,7 +118,6 @@ class Publishing:
         *,
         serve: Iterable[str] = (),
         deadline: float,
-        at_once: bool = True,
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
@@ -127,8 +126,8 @@ class Publishing:
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
         ``serve`` names models that are announced with these weights: a worker must not take one for a model without
-        any. Unless ``at_once``, the announcement has still to depart. Raises AckTimeout if all memory that a transport
-        has for slabs is in use until the deadline, a time of the loop's clock.
+        any. Raises AckTimeout if all memory that a transport has for slabs is in use until the deadline, a time of the
+        loop's clock.
         """
         link, machine, observer = self._link, self._machine, self._observer
         jobs: list[_Job] = []
@@ -189,10 +188,7 @@ class Publishing:
                     job.slab.release()
             finally:
                 self.order.release()
-        if at_once:
-            link.settle()
-        else:
-            link.notify()
+        link.settle()
         return version
 
     async def _publish_packing(

@@ -246,43 +246,38 @@ class TrainerLink(Link):
         the ``calls`` of their objects have ended. Raises PartialSendError, which names each worker that has not, and
         why; NotConnected if nobody is to get it.
 
-        The timeout counts from ``begun``, a time of the loop's clock. Messages depart once this is ready to wait.
+        The timeout counts from ``begun``, a time of the loop's clock.
         ``there``: the workers that were there just before the version was published; where too few of them are left,
         the error names the missing ones.
         """
-        try:
-            machine, progress = self.machine, self.machine.progress
-            self.publishing.end_steady()
-            chosen = progress.targeted(version, models) if workers is None else workers
-            needs_one = self.min_workers > 0 or machine.num_workers is not None
-            if there and len(chosen) < max(quorum or 0, needs_one):
-                chosen = sorted({*chosen, *there})
-            if not chosen and needs_one:
-                self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
-                raise NotConnected(f"no connected worker is to get version {version} (any more)")
-            if quorum is not None and len(chosen) < quorum:
-                raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
+        machine = self.caught_up()
+        if machine.outbox:  # for those whom the fast path could not tell
+            self.depart()
+        progress = machine.progress
+        chosen = progress.targeted(version, models) if workers is None else workers
+        needs_one = self.min_workers > 0 or machine.num_workers is not None
+        if there and len(chosen) < max(quorum or 0, needs_one):
+            chosen = sorted({*chosen, *there})
+        if not chosen and needs_one:
+            self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
+            raise NotConnected(f"no connected worker is to get version {version} (any more)")
+        if quorum is not None and len(chosen) < quorum:
+            raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
+        late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
 
-            late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
-            outcome = Outcome()
+        def done() -> bool:
+            machine.check_open()
+            if quorum is None and calls is None:
+                while late and not progress.is_outstanding(late[-1], version, models):
+                    late.pop()
+                if late:
+                    return False
+            outcome = _outcome(progress, version, chosen, models, calls)
+            late[:] = outcome.waiting  # also one that was lost, and is there again
+            return outcome.is_over(quorum)
 
-            def done() -> bool:
-                nonlocal outcome
-                machine.check_open()
-                if quorum is None and calls is None:
-                    while late and not progress.is_outstanding(late[-1], version, models):
-                        late.pop()
-                    if late:
-                        return False
-                outcome = _outcome(progress, version, chosen, models, calls)
-                late[:] = outcome.waiting  # also one that was lost, and is there again
-                return outcome.is_over(quorum)
-
-            if not await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart):
-                outcome = _outcome(progress, version, chosen, models, calls)
-        finally:
-            if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
-                self.settle()
+        await self.wait(done, max(0.0, begun + timeout - self.loop.time()))
+        outcome = _outcome(progress, version, chosen, models, calls)
         self._check_outcome(outcome, quorum, version, timeout, "applied")
 
     async def wait_staged(
@@ -297,6 +292,8 @@ class TrainerLink(Link):
         one. Raises PartialSendError, which names each worker that has not, and why; NotConnected if nobody is to get
         it; ValueError: it was dropped."""
         machine = self.caught_up()
+        if machine.outbox:  # for those whom the fast path could not tell
+            self.depart()
         machine.check_issued(version)
         progress = machine.progress
         chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
@@ -308,7 +305,7 @@ class TrainerLink(Link):
             machine.check_issued(version)
             return progress.of(version, chosen, models, staged=True)
 
-        await self.wait(lambda: outcome().is_over(quorum), timeout, self.depart)
+        await self.wait(lambda: outcome().is_over(quorum), timeout)
         self._check_outcome(outcome(), quorum, version, timeout, "staged")
 
     def _check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
