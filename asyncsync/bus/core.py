@@ -479,24 +479,19 @@ class BusCore:
         between. Raises AckTimeout if the others have not been prepared within the timeout."""
         if isinstance(weights, Mapping) and all(isinstance(given, Taken) for given in weights.values()):
             return await self._take(weights, workers)
-        try:
-            await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
-        except TimeoutError:
-            late = f"the prepare_weights of an earlier publication did not return within {timeout:g} s"
-            raise AckTimeout(f"nothing was published: {late}") from None
-        try:
+        late = (
+            f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
+        )
+        async with self._preparing.turn(asyncio.get_running_loop().time() + timeout, lambda: late):
             return await self._take(weights, workers)
-        finally:
-            self._preparing.release()
 
     async def announce(
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
     ) -> int:
         # Snapshot and announce, for now or until it is committed; returns the version.
-        encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
-        self.trainer_link()
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         sources = self._at_hand(weights, workers) or await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
-        return await self._publish_sources(sources, workers, encoded, stages=stages)
+        return await self._publish(link, sources, workers, encoded, DEFAULT_TIMEOUT, stages=stages)
 
     async def await_staged(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
@@ -534,18 +529,18 @@ class BusCore:
             link.check_enough(workers, quorum)
         return link, workers
 
-    async def _publish_sources(
+    async def _publish(
         self,
+        link: TrainerLink,
         sources: Mapping[str, Source],
         workers: list[int] | None,
         metadata: bytes,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float,
         *,
         stages: bool = False,
     ) -> int:
         """:meth:`announce` of what was extracted."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
-        link = self.trainer_link()
         whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
@@ -570,23 +565,20 @@ class BusCore:
         # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
         # has not applied it, and why.
         check_timeout(timeout)
-        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self._link
-        if self.is_shut_down or not isinstance(link, TrainerLink) or self.pid != os.getpid():
-            link = self.trainer_link()
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
             if not (sources := self._at_hand(weights, workers)):
                 link.check_quorum(weights, workers, quorum)
                 sources = await self._take_in_order(weights, workers, timeout)
-                link = self.trainer_link()
             begun = link.loop.time()
             if workers is None and quorum is None and not (encoded or self.calls) and len(sources) == 1:
                 ((topic, source),) = sources.items()
                 if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
                     return version
             there = link.check_quorum(sources, workers, quorum)
-            version = await self._publish_sources(sources, workers, encoded, timeout)
+            version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
-            waiting = workers or self.trainer_link().machine.membership.expected()
+            waiting = workers or link.machine.membership.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
         await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
         return version

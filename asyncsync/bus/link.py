@@ -14,14 +14,14 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.bus.status import link_figures
-from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
@@ -308,14 +308,19 @@ class Order(asyncio.Lock):
 
     waiting = 0
 
-    async def acquire_until(self, deadline: float) -> None:
-        """Acquire it, until a time of the loop's clock; TimeoutError if the others have had it for too long."""
-        if not self.waiting and not self.locked():
-            await self.acquire()  # at once
-            return
+    @asynccontextmanager
+    async def turn(self, deadline: float, late: Callable[[], str]) -> AsyncIterator[None]:
+        """A block with the lock. Raises AckTimeout, which says what ``late`` returns, if the others have it until the
+        deadline, a time of the loop's clock."""
         self.waiting += 1
         try:
             async with asyncio.timeout_at(deadline):
                 await self.acquire()
+        except TimeoutError:
+            raise AckTimeout(late()) from None
         finally:
             self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.release()

@@ -132,62 +132,56 @@ class Publishing:
         link, machine, observer = self._link, self._machine, self._observer
         jobs: list[_Job] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
-        life: Life | None = None
-        try:
-            await self.order.acquire_until(deadline)
-        except TimeoutError:  # the publication before this one may be waiting for a slot
-            raise AckTimeout(f"another publication is still running: {self._why_full(self._full)}") from None
-        try:
+
+        def late() -> str:  # the publication before this one may be waiting for a slot
+            return f"another publication is still running: {self._why_full(self._full)}"
+
+        async with self.order.turn(deadline, late):
             begun = link.loop.time()
             link.check()
             self.end_steady()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            if observer.follows or observer.durations is not None:
-                life = observer.begin(sources)
-            origin, inherited = (None, b"") if self.origin is None else self.origin()
-            metadata = metadata or inherited
-            for model_id, source in sources.items():
-                given = model_id, transports[model_id].pool or self._pool, jobs, deadline
-                if isinstance(source, FlatWeights):
-                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
-                else:
-                    count = len(source)
-                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
-            for job in jobs:
-                job.slab.origin = origin
-            streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
-            if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                return await self._publish_packing(parts, workers, jobs[0], metadata, life)
-            for job in jobs:
-                if job.slab.nbytes <= INLINE_BYTES:
-                    job.pack()
-                    continue
-                link.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                await link.run(job.pack, job.slab.nbytes)
-                begun = link.loop.time()
-            if life is not None:
-                observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
-            for model_id, part in parts.items():
-                for whom, slab in [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]:
-                    await self._offer(transports[model_id], slab, whom)
-            link.check()
-            self.end_staged()
-            version = machine.publish(parts, workers, link.loop.time(), metadata, stages=stages)
-            if life is not None:
-                observer.published(life, version, machine.epoch)
-            self.is_busy = link.loop.time() - begun > BUSY_SECONDS
-        except BaseException as error:
-            if life is not None:
-                observer.abandoned(life, error)
-            raise
-        finally:
+            life = observer.begin(sources)
             try:
+                origin, inherited = (None, b"") if self.origin is None else self.origin()
+                metadata = metadata or inherited
+                for model_id, source in sources.items():
+                    given = model_id, transports[model_id].pool or self._pool, jobs, deadline
+                    if isinstance(source, FlatWeights):
+                        parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
+                    else:
+                        count = len(source)
+                        parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
+                for job in jobs:
+                    job.slab.origin = origin
+                streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
+                if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
+                    return await self._publish_packing(parts, workers, jobs[0], metadata, life)
+                for job in jobs:
+                    if job.slab.nbytes <= INLINE_BYTES:
+                        job.pack()
+                        continue
+                    link.check()  # the thread of a link that was shut down meanwhile would start, and stay
+                    await link.run(job.pack, job.slab.nbytes)
+                    begun = link.loop.time()
+                observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+                for model_id, part in parts.items():
+                    slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
+                    for whom, slab in slabs:
+                        await self._offer(transports[model_id], slab, whom)
+                link.check()
+                self.end_staged()
+                version = machine.publish(parts, workers, link.loop.time(), metadata, stages=stages)
+                observer.published(life, version, machine.epoch)
+                self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+            except BaseException as error:
+                observer.abandoned(life, error)
+                raise
+            finally:
                 for job in jobs:
                     job.slab.release()
-            finally:
-                self.order.release()
         link.settle()
         return version
 
@@ -212,8 +206,7 @@ class Publishing:
         self.end_staged()
         try:
             version = self._machine.publish(parts, workers, self._link.loop.time(), metadata)
-            if life is not None:
-                self._observer.published(life, version, self._machine.epoch)
+            self._observer.published(life, version, self._machine.epoch)
             self._link.settle()
 
             def pack_all() -> None:
@@ -223,8 +216,7 @@ class Publishing:
 
             await finish(self._link.thread.submit(pack_all))
         finally:
-            if life is not None:
-                self._observer.tell("publish.packed", life, nbytes=job.slab.packed)
+            self._observer.tell("publish.packed", life, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self._link.closed or complete:
                 targets.forget(replaced)
@@ -269,42 +261,36 @@ class Publishing:
         if alone and memory is None:
             known.learn(flat)
         layout, pinned = known.layout, flat.ready is not None
-        nbytes = layout.nbytes
-        if pool.draining(nbytes):
-            memory = None
-            await self._link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
-        if not self._has_room(pool, nbytes, jobs, count):
-            memory = None
-            remaining = max(0.0, deadline - self._link.loop.time())
-            machine = self._machine
-            self._full = pool
-            try:
-                if not await self._link.wait(
-                    lambda: machine.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
-                ):
-                    raise AckTimeout(self._why_full(pool))
-            finally:
-                self._full = None
-            machine.check_open()
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
             jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
-        if pool.is_quick(nbytes, pinned=pinned):
+        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
             return acquire()
-        self._link.check()
-        memory = None
-        slab: Slab = await self._link.run(acquire, nbytes)
+        memory = None  # a tensor may get other memory while this waits
+        await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
+        slab: Slab = await self._link.run(acquire, layout.nbytes)
         return slab
 
-    def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
-        if pool.is_quick(nbytes):
-            return True
-        machine = self._machine
-        wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
-        return pool.has_room(nbytes, wanted, count)
+    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
+        link, machine = self._link, self._machine
+        await link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+
+        def has_room() -> bool:
+            if machine.fenced is not None or pool.is_quick(nbytes):
+                return True
+            wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
+            return pool.has_room(nbytes, wanted, count)
+
+        self._full = pool
+        try:
+            if not await link.wait(has_room, max(0.0, deadline - link.loop.time())):
+                raise AckTimeout(self._why_full(pool))
+        finally:
+            self._full = None
+        machine.check_open()
 
     def _why_full(self, pool: SlabPool | None) -> str:
         if pool is None:

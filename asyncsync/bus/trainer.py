@@ -322,8 +322,7 @@ class TrainerLink(Link):
         """The staged version becomes the target. Raises ValueError: it is not staged."""
         machine = self.caught_up()
         machine.commit(version)
-        if (life := self.observer.lives.get(version)) is not None:
-            self.observer.tell("publish.committed", life)
+        self.observer.tell("publish.committed", self.observer.lives.get(version))
         self.settle()
 
     def drop_staged(self, version: int) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from asyncsync.bus.link import Link, Order
-from asyncsync.errors import AckTimeout, SchemaMismatch
+from asyncsync.errors import SchemaMismatch
 from asyncsync.model.gate import Gate
 from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.targets import Target
@@ -153,15 +153,12 @@ class TrainerVerifying:
         """The names that differ, for each of these workers. Raises AckTimeout if another call has not ended in time;
         ClosedError or Fenced."""
         deadline = self._link.loop.time() + timeout
-        try:
-            await self._order.acquire_until(deadline)
-        except TimeoutError:
-            raise AckTimeout(f"another verify() of this sender has not ended within {timeout:g} s") from None
-        try:
-            return await self._verify(model_id, list(workers), deadline, timeout)
-        finally:
-            self._machine.verification = None
-            self._order.release()
+        late = f"another verify() of this sender has not ended within {timeout:g} s"
+        async with self._order.turn(deadline, lambda: late):
+            try:
+                return await self._verify(model_id, list(workers), deadline, timeout)
+            finally:
+                self._machine.verification = None
 
     async def _verify(self, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
         link, machine = self._link, self._machine
