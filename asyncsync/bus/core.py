@@ -608,7 +608,7 @@ class BusCore:
         if self.role == "receiver":
             if quorum is not None:
                 raise ValueError("quorum is for the sender: a receiver waits for itself")
-            await self.worker_link().applying.wait_version(version, models or list(self.schemes), timeout)
+            await self.worker_link().wait_version(version, models or list(self.schemes), timeout)
             return
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
@@ -625,7 +625,7 @@ class BusCore:
         # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
-        return await self.worker_link().applying.wait_lag(models, max_lag, timeout)
+        return await self.worker_link().wait_lag(models, max_lag, timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 

@@ -66,42 +66,49 @@ class _Job(NamedTuple):
         pack(self.slab, self.flat, progress, self.tensors)
 
 
-@dataclass(eq=False)
-class Publishing:
-    """The publications of one link.
+class Publishing(Link):
+    """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
 
     Attributes:
-        least: how many workers an elastic trainer needs.
-        send: how the fast path sends; None: there is no fast path.
+        machine: it stands still while the fast path is on. :meth:`caught_up` ends that.
+        min_workers: how many workers an elastic trainer needs.
+        pool: slabs for transports that have none.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
-        steady: the fast path, while it is on. To be ended before anything is done to the machine, or its state of
-            updates is read.
+        steady: the fast path, while it is on.
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
-    _link: Link
-    _machine: Trainer
-    _pool: SlabPool
-    _observer: TrainerObserver
-    least: int
-    send: Send | None
-    origin: Callable[[], tuple[int, bytes]] | None = None
-    order: Order = field(default_factory=Order)
-    served: dict[bytes, Carrier] = field(default_factory=dict)
-    steady: SteadyTrainer | None = None
-    is_busy: bool = False
-    _known: dict[str, SourceCache] = field(default_factory=dict)  # by model, the weights that have been sent
-    _pools: set[SlabPool] = field(default_factory=set)  # those that slabs were taken from
-    _full: SlabPool | None = None  # what the publication that is under way waits for
-    _is_encoding: bool = False
-    _has_warned: bool = False
+    def __init__(self, descriptors: int, machine: Trainer, min_workers: int, hooks: Iterable[Hook]) -> None:
+        super().__init__("asyncsync-pack", descriptors)
+        self.machine = machine
+        self.min_workers = min_workers
+        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
+        self.observer = TrainerObserver(machine.progress.awaited, hooks)
+        self.origin: Callable[[], tuple[int, bytes]] | None = None
+        self.order = Order()
+        self.served: dict[bytes, Carrier] = {}
+        self.steady: SteadyTrainer | None = None
+        self.is_busy = False
+        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
+        self._pools = {self.pool}  # those that slabs were taken from
+        self._full: SlabPool | None = None  # what the publication that is under way waits for
+        self._is_encoding = self._cannot_encode = False
 
-    def close(self) -> None:
-        """A publication that is under way must not get what workers are still reading."""
-        for pool in self._pools:
-            pool.close()
+    @abstractmethod
+    def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
+        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+
+    def caught_up(self) -> Trainer:
+        """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
+        anything is done to it, or its state of updates is read."""
+        if self.steady is not None:
+            try:
+                self.steady.end()
+            finally:
+                self.steady = None
+        return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
         """Of what was published last. From any thread."""
@@ -129,7 +136,7 @@ class Publishing:
         any. Raises AckTimeout if all memory that a transport has for slabs is in use until the deadline, a time of the
         loop's clock.
         """
-        link, machine, observer = self._link, self._machine, self._observer
+        machine, observer = self.machine, self.observer
         jobs: list[_Job] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
@@ -139,7 +146,7 @@ class Publishing:
         async with self.order.turn(deadline, late):
             begun = link.loop.time()
             link.check()
-            self.end_steady()
+            self.caught_up()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
@@ -148,7 +155,7 @@ class Publishing:
                 origin, inherited = (None, b"") if self.origin is None else self.origin()
                 metadata = metadata or inherited
                 for model_id, source in sources.items():
-                    given = model_id, transports[model_id].pool or self._pool, jobs, deadline
+                    given = model_id, transports[model_id].pool or self.pool, jobs, deadline
                     if isinstance(source, FlatWeights):
                         parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
                     else:
@@ -200,44 +207,44 @@ class Publishing:
         """
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
-        targets = self._machine.targets
+        targets = self.machine.targets
         replaced = targets.keep(parts)
         version = None
         self.end_staged()
         try:
-            version = self._machine.publish(parts, workers, self._link.loop.time(), metadata)
-            self._observer.published(life, version, self._machine.epoch)
-            self._link.settle()
+            version = self.machine.publish(parts, workers, self.loop.time(), metadata)
+            self.observer.published(life, version, self.machine.epoch)
+            self.settle()
 
             def pack_all() -> None:
-                progress = partial(self._link.call_from_thread, self.packed)
+                progress = partial(self.call_from_thread, self.packed)
                 job.pack(progress)
                 progress()
 
-            await finish(self._link.thread.submit(pack_all))
+            await finish(self.thread.submit(pack_all))
         finally:
-            self._observer.tell("publish.packed", life, nbytes=job.slab.packed)
+            self.observer.tell("publish.packed", life, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
-            if self._link.closed or complete:
+            if self.closed or complete:
                 targets.forget(replaced)
             else:
-                self._machine.abandon(version, replaced)
-                self._link.settle()
-        self._link.check()
+                self.machine.abandon(version, replaced)
+                self.settle()
+        self.check()
         return version
 
     def end_staged(self) -> None:
         """What is staged is about to be dropped: tell of its end."""
-        if (staged := self._machine.targets.staged) is not None:
-            self._observer.end(staged.version, "it was dropped")
+        if (staged := self.machine.targets.staged) is not None:
+            self.observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
         """There is more that workers are waiting for: of a slab, or of what is made of it."""
-        if not self._link.closed:
-            with self._link.guard():
-                self.end_steady()
-                self._machine.packed()
-                self._link.settle()
+        if not self.closed:
+            with self.guard():
+                self.caught_up()
+                self.machine.packed()
+                self.settle()
 
     async def _acquire(
         self,
@@ -271,11 +278,11 @@ class Publishing:
             return acquire()
         memory = None  # a tensor may get other memory while this waits
         await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
-        slab: Slab = await self._link.run(acquire, layout.nbytes)
+        slab: Slab = await self.run(acquire, layout.nbytes)
         return slab
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
-        link, machine = self._link, self._machine
+        link, machine = self._link, self.machine
         await link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
@@ -295,7 +302,7 @@ class Publishing:
     def _why_full(self, pool: SlabPool | None) -> str:
         if pool is None:
             return "its weights are still being copied: give a larger timeout, or publish less often"
-        machine = self._machine
+        machine = self.machine
         targets = machine.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in machine.leases.of.items():
@@ -327,30 +334,30 @@ class Publishing:
 
     def departed(self, route: bytes, update: Update) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
-        peer = self._machine.membership.routes.get(route)
+        peer = self.machine.membership.routes.get(route)
         if peer is None:
             return
-        if self._observer.lives:
-            self._observer.sent(peer.worker, update)
+        if self.observer.lives:
+            self.observer.sent(peer.worker, update)
         for part in update.parts:
             if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
                 whom = peer.worker, peer.nonce
                 transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
-        with self._link.guard():
-            if not self._link.closed:
-                self.end_steady()
-                self._machine.undeliverable(worker, nonce, descriptor, error)
-                self._link.settle()
+        with self.guard():
+            if not self.closed:
+                self.caught_up()
+                self.machine.undeliverable(worker, nonce, descriptor, error)
+                self.settle()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode(self) -> None:
         """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
-        if self._is_encoding or self._link.closed:
+        if self._is_encoding or self.closed:
             return
-        wanted = self._machine.wanted
+        wanted = self.machine.wanted
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
@@ -359,7 +366,7 @@ class Publishing:
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
-            future = self._link.thread.submit(partial(self._encode, chosen))
+            future = self.thread.submit(partial(self._encode, chosen))
             future.add_done_callback(partial(self._encoded, chosen))
 
     def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
@@ -367,17 +374,17 @@ class Publishing:
             try:
                 encoding.encode(index)
             except Exception:
-                if not self._has_warned:
+                if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
-                self._has_warned = True
+                self._cannot_encode = True
                 encoding.leave_as_it_is(index)
-            self._link.call_from_thread(self.packed)
+            self.call_from_thread(self.packed)
 
     def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
             encoding.leave()
-        with self._link.guard():
+        with self.guard():
             future.result()
             self.encode()
 
@@ -390,12 +397,12 @@ class Publishing:
         version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
         link = self._link
         link.check()
-        if not self._machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values or flat.ready is not None:
+        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values or flat.ready is not None:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
         if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
             return None
-        if self._observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+        if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
             return None
         if self.steady is None and not self._begin_steady(model_id, transport()):
             return None
@@ -403,10 +410,10 @@ class Publishing:
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
         self.is_busy = link.loop.time() - begun > BUSY_SECONDS
-        return self._machine.targets.version
+        return self.machine.targets.version
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
-        pool, machine = transport.pool or self._pool, self._machine
+        pool, machine = transport.pool or self.pool, self.machine
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
@@ -424,7 +431,7 @@ class Publishing:
         peers = machine.steady(model_id)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
-        if len(peers) < (self.least if machine.num_workers is None else machine.num_workers):
+        if len(peers) < (self.min_workers if machine.num_workers is None else machine.num_workers):
             return False  # sending has to report who is missing
         if any(peer.unsettled or peer.slow for peer in peers):
             return False
@@ -451,21 +458,14 @@ class Publishing:
         """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
         ended, and who still has to get it does so the general way."""
         steady = self.steady
-        if steady is None or self._machine.targets.version != version:
+        if steady is None or self.machine.targets.version != version:
             return False
-        waiter = steady.waiter = self._link.loop.create_future()
+        waiter = steady.waiter = self.loop.create_future()
         if self.is_busy:
             self.pause()
         if steady.announce():
             await waiter
         return not steady.waiting
-
-    def end_steady(self) -> None:
-        if self.steady is not None:
-            try:
-                self.steady.end()
-            finally:
-                self.steady = None
 
     def pause(self) -> None:
         """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""

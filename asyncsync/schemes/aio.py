@@ -470,7 +470,7 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         self._check_receives()
         link = self._bus.worker_link()
-        mark = await link.applying.current(self.topic, timeout)
+        mark = await link.wait_current(self.topic, timeout)
         return await self._return(link, mark, self.last_returned)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
