@@ -77,11 +77,9 @@ class Applying(Link):
 
     # -- through the gate ----------------------------------------------------------------------------------------------
 
-    def goes_straight(self, models: Iterable[str]) -> bool:
-        """Whether updates of these models wait for readers only, and are passed on to nobody."""
-        if self.cascade.task is not None or not self.manual.isdisjoint(models):
-            return False
-        return not self.cascade.concerns(models)
+    def goes_straight(self, model_id: str) -> bool:
+        """Whether updates of this model wait for readers only, and are passed on to nobody."""
+        return self.cascade.task is None and model_id not in self.manual and not self.cascade.concerns((model_id,))
 
     def stop_applying(self) -> None:
         """Nothing more is applied or passed on from here."""
@@ -297,22 +295,25 @@ class Applying(Link):
         timeout: float | None,
         *models: str,
         again: Callable[[], object] | None = None,
+        late: Callable[[], str] | None = None,
     ) -> bool:
-        """Wait for this; False: not in time. Meanwhile, updates of these models that wait for ``receive`` go through
-        the gate. ``again`` repeats a request, which may get lost."""
+        """Wait for this; not in time: False, or AckTimeout with what ``late`` returns. Meanwhile, updates of these
+        models that wait for ``receive`` go through the gate. ``again`` repeats a request, which may get lost."""
         deadline = None if timeout is None else self.loop.time() + timeout
         self.wanted += models
         try:
             while True:
                 self.settle()
                 remaining = None if deadline is None else max(0.0, deadline - self.loop.time())
-                if again is None or remaining is None:
-                    return await self.wait(is_over, remaining)
-                if await self.wait(is_over, min(REQUEST_AGAIN, remaining)):
+                step = remaining if again is None or remaining is None else min(REQUEST_AGAIN, remaining)
+                if await self.wait(is_over, step):
                     return True
-                if remaining == 0.0:
+                if again is not None and remaining != 0.0:
+                    again()
+                elif late is not None:
+                    raise AckTimeout(late())  # before what is said of the gate is over
+                else:
                     return False
-                again()
         finally:
             for model_id in models:
                 self.wanted.remove(model_id)
@@ -436,11 +437,11 @@ class Applying(Link):
             target = machine.targets.get(model_id, 0)
             return session.answered(first) and self._has_served(model_id, target) and target > 0
 
-        if await self._until(is_current, timeout, model_id, again=session.request):
-            return machine.holdings.held[model_id][:2]
-        raise AckTimeout(
-            f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
-        )
+        def late() -> str:
+            return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
+
+        await self._until(is_current, timeout, model_id, again=session.request, late=late)
+        return machine.holdings.held[model_id][:2]
 
     async def wait_reached(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one. What waits for ``receive`` is applied; of several
@@ -450,12 +451,14 @@ class Applying(Link):
             self._here([model_id])
             return self._has(model_id, version)
 
-        if await self._until(is_reached, timeout, model_id, *others):
-            return self.machine.holdings.held[model_id][:2]
-        raise AckTimeout(
-            f"worker {self.machine.worker} was called for version {version} of {model_id!r}, which did not arrive "
-            f"within {timeout:g} s: {self._why(model_id)}"
-        )
+        def late() -> str:
+            return (
+                f"worker {self.machine.worker} was called for version {version} of {model_id!r}, which did not arrive "
+                f"within {timeout:g} s: {self._why(model_id)}"
+            )
+
+        await self._until(is_reached, timeout, model_id, *others, late=late)
+        return self.machine.holdings.held[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of all these models that are to have it."""
@@ -562,7 +565,12 @@ class Cascade:
         self._contexts.pop(model_id, None)
 
     def concerns(self, models: Iterable[str]) -> bool:
-        return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
+        return bool(self._contexts) and not self._closed and bool(self._of(models))
+
+    def _of(self, models: Iterable[str]) -> list[Any]:
+        """The contexts of these models that have workers: read at each update, as a collector may get them later."""
+        found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
+        return [context for context in found.values() if getattr(context, "cascades", True)]
 
     def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None. Each
@@ -572,8 +580,7 @@ class Cascade:
     async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         failure: Exception | None = None
         try:
-            contexts = {id(c): c for m in slabs if _has_workers(c := self._contexts.get(m))}
-            for context in contexts.values():
+            for context in self._of(slabs):
                 await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
         except BaseException as error:
             if self._closed:
@@ -604,11 +611,6 @@ class Cascade:
         if self.task is not None:
             self.task.cancel()
         self._thread.abandon()
-
-
-def _has_workers(context: Any) -> bool:
-    # Read at each update: a collector may be given its workers later.
-    return context is not None and bool(getattr(context, "cascades", True))
 
 
 def _copies(slabs: Mapping[str, Slab]) -> dict[str, TensorDict]:

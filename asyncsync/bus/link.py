@@ -88,8 +88,9 @@ class Link(ABC):
         # asyncsync.runtime.loop_thread, which shuts down those on its loop.
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
 
-    def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before.
+    def until_the_loop_ends(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
+        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before; where its
+        object is gone, :meth:`shutdown`.
 
         An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
         been cancelled, and while the loop still runs.
@@ -281,12 +282,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGenerator[None, None]:
+async def _lifeline(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
         if not link.closed:
-            await end()
+            await (end() or link.shutdown)()
 
 
 def _end_all() -> None:

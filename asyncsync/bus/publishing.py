@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from asyncsync.bus.carrier import Carrier, Source
+from asyncsync.bus.carrier import Carrier, Member, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.status import Life, TrainerObserver
-from asyncsync.bus.steady import Send, SteadyTrainer
+from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
+from asyncsync.monitor.trace import Hook
+from asyncsync.net.keys import Admission
+from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
@@ -31,7 +34,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.messages import Update
+from asyncsync.wire.messages import Buffer, Update
 
 logger = logging.getLogger("asyncsync")
 
@@ -75,10 +78,14 @@ class Publishing(Link):
         pool: slabs for transports that have none.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
+        pools: those that slabs are taken from.
         served: by descriptor, the transports that act for each worker.
+        admission: says who gets in; None: everybody does.
         steady: the fast path, while it is on.
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
+
+    admission: Admission | None = None
 
     def __init__(self, descriptors: int, machine: Trainer, min_workers: int, hooks: Iterable[Hook]) -> None:
         super().__init__("asyncsync-pack", descriptors)
@@ -92,7 +99,7 @@ class Publishing(Link):
         self.steady: SteadyTrainer | None = None
         self.is_busy = False
         self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
-        self._pools = {self.pool}  # those that slabs were taken from
+        self.pools = {self.pool}
         self._full: SlabPool | None = None  # what the publication that is under way waits for
         self._is_encoding = self._cannot_encode = False
 
@@ -103,11 +110,9 @@ class Publishing(Link):
     def caught_up(self) -> Trainer:
         """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
         anything is done to it, or its state of updates is read."""
-        if self.steady is not None:
-            try:
-                self.steady.end()
-            finally:
-                self.steady = None
+        steady, self.steady = self.steady, None
+        if steady is not None:
+            steady.end()
         return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
@@ -144,8 +149,8 @@ class Publishing(Link):
             return f"another publication is still running: {self._why_full(self._full)}"
 
         async with self.order.turn(deadline, late):
-            begun = link.loop.time()
-            link.check()
+            begun = self.loop.time()
+            self.check()
             self.caught_up()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
@@ -167,29 +172,29 @@ class Publishing(Link):
                 if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                     return await self._publish_packing(parts, workers, jobs[0], metadata, life)
                 for job in jobs:
-                    if job.slab.nbytes <= INLINE_BYTES:
-                        job.pack()
-                        continue
-                    link.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                    await link.run(job.pack, job.slab.nbytes)
-                    begun = link.loop.time()
+                    self.check()  # the thread of a link that was shut down meanwhile would start, and stay
+                    await self.run(job.pack, job.slab.nbytes)
                 observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
                 for model_id, part in parts.items():
+                    transport = transports[model_id]
                     slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
                     for whom, slab in slabs:
-                        await self._offer(transports[model_id], slab, whom)
-                link.check()
+                        if (descriptor := await transport.offer(slab, whom)) is not None:
+                            slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+                            if type(transport).serve is not Carrier.serve:
+                                self.served[descriptor] = transport
+                self.check()
                 self.end_staged()
-                version = machine.publish(parts, workers, link.loop.time(), metadata, stages=stages)
+                version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
                 observer.published(life, version, machine.epoch)
-                self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+                self.is_busy = self.loop.time() - begun > BUSY_SECONDS
             except BaseException as error:
                 observer.abandoned(life, error)
                 raise
             finally:
                 for job in jobs:
                     job.slab.release()
-        link.settle()
+        self.settle()
         return version
 
     async def _publish_packing(
@@ -259,7 +264,7 @@ class Publishing(Link):
     ) -> Slab:
         """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
         only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
-        self._pools.add(pool)
+        self.pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
@@ -282,8 +287,8 @@ class Publishing(Link):
         return slab
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
-        link, machine = self._link, self.machine
-        await link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+        machine = self.machine
+        await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
@@ -293,7 +298,7 @@ class Publishing(Link):
 
         self._full = pool
         try:
-            if not await link.wait(has_room, max(0.0, deadline - link.loop.time())):
+            if not await self.wait(has_room, max(0.0, deadline - self.loop.time())):
                 raise AckTimeout(self._why_full(pool))
         finally:
             self._full = None
@@ -320,13 +325,6 @@ class Publishing(Link):
         )
 
     # -- transports that act for each worker ---------------------------------------------------------------------------
-
-    async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:
-        descriptor = await transport.offer(slab, workers)
-        if descriptor is not None:
-            slab.descriptor, slab.on_release = descriptor, partial(transport.retire, descriptor)
-            if type(transport).serve is not Carrier.serve:
-                self.served[descriptor], slab.on_release = transport, partial(self._retire, transport, descriptor)
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
         self.served.pop(descriptor, None)
@@ -391,25 +389,27 @@ class Publishing(Link):
     # -- the fast way --------------------------------------------------------------------------------------------------
 
     def publish_steadily(
-        self, model_id: str, flat: FlatWeights, transport: Callable[[], Carrier], timeout: float
+        self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
-        """Publish one model's weights for all workers, without metadata; :meth:`complete` is to follow. Returns the
-        version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
-        link = self._link
-        link.check()
-        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values or flat.ready is not None:
+        """Publish weights for all workers, without metadata; :meth:`complete` is to follow. Returns the version; None:
+        this takes the general way, and nothing was done. Raises as :meth:`check`."""
+        self.check()
+        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or len(sources) > 1:
+            return None
+        [(model_id, flat)] = sources.items()
+        if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
-        if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
+        if self.waiters or self.order.waiting or self.order.locked() or self.timer is None:
             return None
         if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
             return None
-        if self.steady is None and not self._begin_steady(model_id, transport()):
+        if self.steady is None and not self._begin_steady(model_id, schemes[model_id].carrier()):
             return None
-        steady, begun = self.steady, link.loop.time()
+        steady, begun = self.steady, self.loop.time()
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
-        self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+        self.is_busy = self.loop.time() - begun > BUSY_SECONDS
         return self.machine.targets.version
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
@@ -417,8 +417,8 @@ class Publishing(Link):
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
-        if target is None or (target.slab.descriptor is None) is not rides or self.send is None:
-            return False
+        if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
+            return False  # a message with a key is checked before it counts, the general way
         if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
             return False
         layout = target.slab.layout
@@ -449,7 +449,7 @@ class Publishing(Link):
             return slab
 
         try:
-            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send)
+            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send_now)
         except (MemoryError, RuntimeError):  # torch raises the latter
             return False  # the general way reports it, if it cannot do without
         return True
@@ -458,14 +458,16 @@ class Publishing(Link):
         """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
         ended, and who still has to get it does so the general way."""
         steady = self.steady
-        if steady is None or self.machine.targets.version != version:
-            return False
-        waiter = steady.waiter = self.loop.create_future()
-        if self.is_busy:
-            self.pause()
-        if steady.announce():
-            await waiter
-        return not steady.waiting
+        if steady is not None and self.machine.targets.version == version:
+            waiter = steady.waiter = self.loop.create_future()
+            if self.is_busy:
+                self.pause()
+            if steady.announce():
+                await waiter
+                return not steady.waiting
+        self.caught_up()
+        self.settle()  # tells those who have not been told
+        return False
 
     def pause(self) -> None:
         """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""

@@ -36,7 +36,7 @@ from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Epoch, Instruction, Part, Welcome
+from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Instruction, Part, Welcome
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -91,7 +91,7 @@ class WorkerLink(Applying, Memory):
             receive = self._receive, self._receive_cast
             self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
             undo.callback(self.whereabouts.close)
-            self.verifying = WorkerVerifying(self, self.machine, gate, self.shows)
+            self.verifying = WorkerVerifying(self)
             undo.pop_all()
         self.opened()
 
@@ -185,20 +185,21 @@ class WorkerLink(Applying, Memory):
 
     def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
         """Take in a message: the fast way if that is on, and can."""
-        steady = self.machine.fast_path
-        if steady is not None and not self.observer.follows:
-            now = self.loop.time()
-            try:
-                if (done := steady.take_if_it_can(frames, now)) is not None:
-                    self._acknowledge(done, now)
-                    return
-            except Exception:
-                raise
-            except BaseException:
-                # Half of it may be in the model, or all of it, and not be acknowledged.
+        steady, is_done = self.machine.fast_path, False
+        try:
+            if steady is not None and not self.observer.follows:
+                now, answer = self.loop.time(), None
+                try:
+                    answer = steady.take(frames, now)
+                except Exception:  # also of a user's transport
+                    logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+                if answer is not None:
+                    self._acknowledge(answer, now)
+                    is_done = True
+        finally:
+            # Also after an interrupt: half of it may be in the model, or all of it, and not be acknowledged.
+            if not is_done:
                 self._take_the_general_way(frames, read_message)
-                raise
-        self._take_the_general_way(frames, read_message)
 
     def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
         try:
@@ -267,7 +268,7 @@ class WorkerLink(Applying, Memory):
             slab.release()
         # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        straight = partial(self.goes_straight, (model_id,))
+        straight = partial(self.goes_straight, model_id)
         machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self.show, straight)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
@@ -280,11 +281,6 @@ class WorkerLink(Applying, Memory):
             self.notify()
         if self.timer is None:
             self._set_timer(now)
-
-    def shows(self, model_id: str) -> tuple[Epoch, int] | None:
-        """Epoch and version of what a model shows; None: nothing yet."""
-        shown = self.shown.get(model_id)
-        return None if shown is None else shown[:2]
 
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine

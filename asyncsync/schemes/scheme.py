@@ -745,7 +745,7 @@ class Scheme(ABC):
         if initial is not None:
             deadline = max(link.loop.time(), start + timeout)
             try:
-                version = await link.publishing.publish(
+                version = await link.publish(
                     {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
@@ -794,7 +794,7 @@ class Scheme(ABC):
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
-        layout = link.publishing.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
+        layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
 
     # -- what is received ----------------------------------------------------------------------------------------------
