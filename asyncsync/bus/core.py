@@ -472,8 +472,11 @@ class BusCore:
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
-        async with self._preparing.turn(asyncio.get_running_loop().time() + timeout, lambda: late):
+        await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
+        try:
             return await self._take(weights, workers)
+        finally:
+            self._preparing.release()
 
     async def announce(
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False

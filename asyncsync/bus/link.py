@@ -14,8 +14,8 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
@@ -309,10 +309,12 @@ class Order(asyncio.Lock):
 
     waiting = 0
 
-    @asynccontextmanager
-    async def turn(self, deadline: float, late: Callable[[], str]) -> AsyncIterator[None]:
-        """A block with the lock. Raises AckTimeout, which says what ``late`` returns, if the others have it until the
-        deadline, a time of the loop's clock."""
+    async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
+        """Acquire it. Raises AckTimeout, which says what ``late`` returns, if the others have it until the deadline, a
+        time of the loop's clock."""
+        if not self.waiting and not self.locked():
+            await self.acquire()  # at once
+            return
         self.waiting += 1
         try:
             async with asyncio.timeout_at(deadline):
@@ -321,7 +323,3 @@ class Order(asyncio.Lock):
             raise AckTimeout(late()) from None
         finally:
             self.waiting -= 1
-        try:
-            yield
-        finally:
-            self.release()

@@ -148,7 +148,9 @@ class Publishing(Link):
         def late() -> str:  # the publication before this one may be waiting for a slot
             return f"another publication is still running: {self._why_full(self._full)}"
 
-        async with self.order.turn(deadline, late):
+        await self.order.acquire_until(deadline, late)
+        life: Life | None = None
+        try:
             begun = self.loop.time()
             self.check()
             self.caught_up()
@@ -156,44 +158,46 @@ class Publishing(Link):
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             life = observer.begin(sources)
+            origin, inherited = (None, b"") if self.origin is None else self.origin()
+            metadata = metadata or inherited
+            for model_id, source in sources.items():
+                given = model_id, transports[model_id].pool or self.pool, jobs, deadline
+                if isinstance(source, FlatWeights):
+                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
+                else:
+                    count = len(source)
+                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
+            for job in jobs:
+                job.slab.origin = origin
+            streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
+            if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
+                return await self._publish_packing(parts, workers, jobs[0], metadata, life)
+            for job in jobs:
+                self.check()  # the thread of a link that was shut down meanwhile would start, and stay
+                await self.run(job.pack, job.slab.nbytes)
+            observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+            for model_id, part in parts.items():
+                transport = transports[model_id]
+                slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
+                for whom, slab in slabs:
+                    if (descriptor := await transport.offer(slab, whom)) is not None:
+                        slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+                        if type(transport).serve is not Carrier.serve:
+                            self.served[descriptor] = transport
+            self.check()
+            self.end_staged()
+            version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
+            observer.published(life, version, machine.epoch)
+            self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+        except BaseException as error:
+            observer.abandoned(life, error)
+            raise
+        finally:
             try:
-                origin, inherited = (None, b"") if self.origin is None else self.origin()
-                metadata = metadata or inherited
-                for model_id, source in sources.items():
-                    given = model_id, transports[model_id].pool or self.pool, jobs, deadline
-                    if isinstance(source, FlatWeights):
-                        parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
-                    else:
-                        count = len(source)
-                        parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
-                for job in jobs:
-                    job.slab.origin = origin
-                streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
-                if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                    return await self._publish_packing(parts, workers, jobs[0], metadata, life)
-                for job in jobs:
-                    self.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                    await self.run(job.pack, job.slab.nbytes)
-                observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
-                for model_id, part in parts.items():
-                    transport = transports[model_id]
-                    slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
-                    for whom, slab in slabs:
-                        if (descriptor := await transport.offer(slab, whom)) is not None:
-                            slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
-                            if type(transport).serve is not Carrier.serve:
-                                self.served[descriptor] = transport
-                self.check()
-                self.end_staged()
-                version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-                observer.published(life, version, machine.epoch)
-                self.is_busy = self.loop.time() - begun > BUSY_SECONDS
-            except BaseException as error:
-                observer.abandoned(life, error)
-                raise
-            finally:
                 for job in jobs:
                     job.slab.release()
+            finally:
+                self.order.release()
         self.settle()
         return version
 

@@ -148,11 +148,12 @@ class TrainerVerifying:
         ClosedError or Fenced."""
         deadline = self._link.loop.time() + timeout
         late = f"another verify() of this sender has not ended within {timeout:g} s"
-        async with self._order.turn(deadline, lambda: late):
-            try:
-                return await self._verify(model_id, list(workers), deadline, timeout)
-            finally:
-                self._link.machine.verification = None
+        await self._order.acquire_until(deadline, lambda: late)
+        try:
+            return await self._verify(model_id, list(workers), deadline, timeout)
+        finally:
+            self._link.machine.verification = None
+            self._order.release()
 
     async def _verify(self, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
         link, machine = self._link, self._link.machine
