@@ -41,6 +41,7 @@ from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyon
 from asyncsync.net.keys import KeyFile, KeyFiles, check_addresses
 from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.protocol.holdings import Acting
+from asyncsync.protocol.membership import Outcome
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.weights.encoding import check_codec
 from asyncsync.weights.tree import FlatWeights
@@ -353,10 +354,10 @@ class BusCore:
                 keys=self.keys,
                 monitoring=self.monitoring.here,
             )
-            link.publishing.origin = self._origin
+            link.origin = self._origin
             link.carry_on(self.carried)
             self._link = link
-            self._end_with_the_loop(link)
+            link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
         return self.trainer_link()
 
     def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
@@ -364,7 +365,7 @@ class BusCore:
         # when the values are taken, and has that one's metadata unless it is given some.
         self._origin = origin
         if isinstance(self._link, TrainerLink):
-            self._link.publishing.origin = origin
+            self._link.origin = origin
 
     def open_worker(self, worker: int) -> WorkerLink:
         self.check_open("receiver")
@@ -387,17 +388,8 @@ class BusCore:
                 monitoring=self.monitoring.here,
                 find=self.find_sender,
             )
-            self._end_with_the_loop(self._link)
+            self._link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
         return self.worker_link()
-
-    def _end_with_the_loop(self, link: TrainerLink | WorkerLink) -> None:
-        reference = weakref.WeakMethod(self._end_here)
-
-        async def end() -> None:
-            here = reference()
-            await (link.shutdown() if here is None else here())
-
-        link.until_the_loop_ends(end)
 
     async def _end_here(self) -> None:
         self._why_closed = LOOP_ENDED
@@ -492,13 +484,10 @@ class BusCore:
         """:meth:`_take`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
         must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
         between. Raises AckTimeout if the others have not been prepared within the timeout."""
-        if isinstance(weights, Mapping) and all(isinstance(given, Taken) for given in weights.values()):
-            return await self._take(weights, workers)
-        try:
-            await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
-        except TimeoutError:
-            late = f"the prepare_weights of an earlier publication did not return within {timeout:g} s"
-            raise AckTimeout(f"nothing was published: {late}") from None
+        late = (
+            f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
+        )
+        await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
         try:
             return await self._take(weights, workers)
         finally:
@@ -508,32 +497,54 @@ class BusCore:
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
     ) -> int:
         # Snapshot and announce, for now or until it is committed; returns the version.
-        encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
-        self.trainer_link()
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         sources = self._at_hand(weights, workers) or await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
-        return await self._publish_sources(sources, workers, encoded, stages=stages)
+        return await self._publish(link, sources, workers, encoded, DEFAULT_TIMEOUT, stages=stages)
 
     async def await_staged(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: wait until workers have a version ready.
+        # Sender: wait until workers have a version ready, or a newer one. Raises PartialSendError, which names each
+        # worker that has not, and why; NotConnected if nobody is to get it; ValueError: it was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        await link.wait_staged(version, workers, models, timeout, quorum)
+        machine = link.caught_up()
+        machine.check_issued(version)
+        progress = machine.progress
+        chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
+        if not chosen or len(chosen) < (quorum or 0):
+            raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
+
+        def outcome() -> Outcome:
+            link.caught_up().check_open()
+            machine.check_issued(version)
+            return progress.of(version, chosen, models, staged=True)
+
+        await link.wait(lambda: outcome().is_over(quorum), timeout)
+        link.check_outcome(outcome(), quorum, version, timeout, "staged")
 
     async def commit_and_wait(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: have what is staged applied, and wait until workers have done so.
+        # Sender: have what is staged applied, and wait until workers have done so. Raises ValueError: it is not staged.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        staged = link.caught_up().targets.staged
-        link.commit(version)
+        machine = link.caught_up()
+        staged = machine.targets.staged
+        machine.commit(version)
         assert staged is not None
+        link.observer.tell("publish.committed", link.observer.lives.get(version))
+        link.settle()
         if self.calls is not None:
             self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     def drop_staged(self, version: int) -> None:
-        self.trainer_link().drop_staged(version)
+        # Sender: what is staged goes to nobody. Raises ValueError: it is not staged.
+        link = self.trainer_link()
+        machine = link.caught_up()
+        machine.check_staged(version)
+        link.end_staged()
+        machine.drop()
+        link.settle()
 
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
@@ -544,30 +555,31 @@ class BusCore:
         if not 0 < version <= link.issued:
             raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
         workers = as_workers(worker_ids)
-        link.check_workers(workers)
-        if quorum is not None:
-            link.check_enough(workers, quorum)
+        link.check_workers(workers, quorum)
         return link, workers
 
-    async def _publish_sources(
+    async def _publish(
         self,
+        link: TrainerLink,
         sources: Mapping[str, Source],
         workers: list[int] | None,
         metadata: bytes,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float,
         *,
-        at_once: bool = True,
         stages: bool = False,
     ) -> int:
-        """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
+        """:meth:`announce` of what was extracted. Raises ValueError for weights of single workers that are behind a
+        relay."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
-        link = self.trainer_link()
         whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
-        link.check_reach(whom)
+        behind = link.machine.behind.workers
+        for worker in whom & behind.keys() - link.machine.peers.keys():
+            raise ValueError(
+                f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
+                "workers: publish without worker_ids, or connect this worker to the sender directly"
+            )
         deadline = link.loop.time() + timeout
-        version = await link.publishing.publish(
-            sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata, stages=stages
-        )
+        version = await link.publish(sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages)
         if self.on_published is not None:
             link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
         if self.calls is not None and not stages:
@@ -586,42 +598,27 @@ class BusCore:
         # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
         # has not applied it, and why.
         check_timeout(timeout)
-        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self._link
-        if self.is_shut_down or not isinstance(link, TrainerLink) or self.pid != os.getpid():
-            link = self.trainer_link()
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
             if not (sources := self._at_hand(weights, workers)):
                 link.check_quorum(weights, workers, quorum)
                 sources = await self._take_in_order(weights, workers, timeout)
-                link = self.trainer_link()
             begun = link.loop.time()
-            if workers is None and quorum is None and not (encoded or self.calls) and len(sources) == 1:
-                ((topic, source),) = sources.items()
-                if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
-                    return version
+            is_plain = workers is None and quorum is None and not (encoded or self.calls)
+            if is_plain and (steady := link.publish_steadily(sources, self.schemes, timeout)) is not None:
+                if self.on_published is not None:
+                    self.on_published(steady, None)
+                if not await link.complete(steady):
+                    await link.wait_applied(steady, None, list(sources), timeout, begun)
+                if link.observer.durations is not None:
+                    link.observer.durations.observe(link.loop.time() - begun)
+                return steady
             there = link.check_quorum(sources, workers, quorum)
-            version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
+            version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
-            waiting = workers or self.trainer_link().machine.membership.expected()
+            waiting = workers or link.machine.membership.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
         await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
-        return version
-
-    async def _send_steadily(
-        self, link: TrainerLink, topic: str, source: Source, timeout: float, begun: float
-    ) -> int | None:
-        """:meth:`announce_and_wait` the fast way; None: it takes the general way, and nothing was done."""
-        if not isinstance(source, FlatWeights):
-            return None
-        version = link.publishing.publish_steadily(topic, source, self.schemes[topic].carrier, timeout)
-        if version is None:
-            return None
-        if self.on_published is not None:
-            self.on_published(version, None)
-        if not await link.publishing.complete(version):
-            await link.wait_applied(version, None, [topic], timeout, begun)
-        if link.observer.durations is not None:
-            link.observer.durations.observe(link.loop.time() - begun)
         return version
 
     async def await_version(
@@ -632,7 +629,7 @@ class BusCore:
         if self.role == "receiver":
             if quorum is not None:
                 raise ValueError("quorum is for the sender: a receiver waits for itself")
-            await self.worker_link().applying.wait_version(version, models or list(self.schemes), timeout)
+            await self.worker_link().wait_version(version, models or list(self.schemes), timeout)
             return
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
@@ -649,7 +646,7 @@ class BusCore:
         # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
-        return await self.worker_link().applying.wait_lag(models, max_lag, timeout)
+        return await self.worker_link().wait_lag(models, max_lag, timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.bus.status import link_figures
-from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
+from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
@@ -88,8 +88,9 @@ class Link(ABC):
         # asyncsync.runtime.loop_thread, which shuts down those on its loop.
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
 
-    def until_the_loop_ends(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before.
+    def until_the_loop_ends(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
+        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before; where its
+        object is gone, :meth:`shutdown`.
 
         An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
         been cancelled, and while the loop still runs.
@@ -191,14 +192,11 @@ class Link(ABC):
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
-    async def wait(
-        self, predicate: Callable[[], bool], timeout: float | None, begin: Callable[[], None] | None = None
-    ) -> bool:
+    async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
         as :meth:`check`, also if this link is shut down or fails meanwhile.
 
-        When this returns, the predicate holds: the state that woke the waiter may be over a moment later. ``begin`` is
-        called once all is ready to wait; not if the predicate holds already, or there is no time.
+        When this returns, the predicate holds: the state that woke the waiter may be over a moment later.
         """
         self.check()
         deadline = None if timeout is None else self.loop.time() + timeout
@@ -211,9 +209,6 @@ class Link(ABC):
             timer = None if deadline is None else self.loop.call_at(deadline, _wake, waiter)
             self.waiters[waiter] = predicate
             try:
-                if begin is not None:
-                    begin()
-                    begin = None
                 await waiter
             finally:
                 del self.waiters[waiter]
@@ -287,12 +282,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _lifeline(link: Link, end: Callable[[], Awaitable[None]]) -> AsyncGenerator[None, None]:
+async def _lifeline(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
         if not link.closed:
-            await end()
+            await (end() or link.shutdown)()
 
 
 def _end_all() -> None:
@@ -314,8 +309,9 @@ class Order(asyncio.Lock):
 
     waiting = 0
 
-    async def acquire_until(self, deadline: float) -> None:
-        """Acquire it, until a time of the loop's clock; TimeoutError if the others have had it for too long."""
+    async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
+        """Acquire it. Raises AckTimeout, which says what ``late`` returns, if the others have it until the deadline, a
+        time of the loop's clock."""
         if not self.waiting and not self.locked():
             await self.acquire()  # at once
             return
@@ -323,5 +319,7 @@ class Order(asyncio.Lock):
         try:
             async with asyncio.timeout_at(deadline):
                 await self.acquire()
+        except TimeoutError:
+            raise AckTimeout(late()) from None
         finally:
             self.waiting -= 1

@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from asyncsync.bus.carrier import Carrier, Source
+from asyncsync.bus.carrier import Carrier, Member, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.status import Life, TrainerObserver
-from asyncsync.bus.steady import Send, SteadyTrainer
+from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
+from asyncsync.monitor.trace import Hook
+from asyncsync.net.keys import Admission
+from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
@@ -31,7 +34,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.messages import Update
+from asyncsync.wire.messages import Buffer, Update
 
 logger = logging.getLogger("asyncsync")
 
@@ -66,42 +69,51 @@ class _Job(NamedTuple):
         pack(self.slab, self.flat, progress, self.tensors)
 
 
-@dataclass(eq=False)
-class Publishing:
-    """The publications of one link.
+class Publishing(Link):
+    """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
 
     Attributes:
-        least: how many workers an elastic trainer needs.
-        send: how the fast path sends; None: there is no fast path.
+        machine: it stands still while the fast path is on. :meth:`caught_up` ends that.
+        min_workers: how many workers an elastic trainer needs.
+        pool: slabs for transports that have none.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
+        pools: those that slabs are taken from.
         served: by descriptor, the transports that act for each worker.
-        steady: the fast path, while it is on. To be ended before anything is done to the machine, or its state of
-            updates is read.
+        admission: says who gets in; None: everybody does.
+        steady: the fast path, while it is on.
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
-    _link: Link
-    _machine: Trainer
-    _pool: SlabPool
-    _observer: TrainerObserver
-    least: int
-    send: Send | None
-    origin: Callable[[], tuple[int, bytes]] | None = None
-    order: Order = field(default_factory=Order)
-    served: dict[bytes, Carrier] = field(default_factory=dict)
-    steady: SteadyTrainer | None = None
-    is_busy: bool = False
-    _known: dict[str, SourceCache] = field(default_factory=dict)  # by model, the weights that have been sent
-    _pools: set[SlabPool] = field(default_factory=set)  # those that slabs were taken from
-    _full: SlabPool | None = None  # what the publication that is under way waits for
-    _is_encoding: bool = False
-    _has_warned: bool = False
+    admission: Admission | None = None
 
-    def close(self) -> None:
-        """A publication that is under way must not get what workers are still reading."""
-        for pool in self._pools:
-            pool.close()
+    def __init__(self, descriptors: int, machine: Trainer, min_workers: int, hooks: Iterable[Hook]) -> None:
+        super().__init__("asyncsync-pack", descriptors)
+        self.machine = machine
+        self.min_workers = min_workers
+        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
+        self.observer = TrainerObserver(machine.progress.awaited, hooks)
+        self.origin: Callable[[], tuple[int, bytes]] | None = None
+        self.order = Order()
+        self.served: dict[bytes, Carrier] = {}
+        self.steady: SteadyTrainer | None = None
+        self.is_busy = False
+        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
+        self.pools = {self.pool}
+        self._full: SlabPool | None = None  # what the publication that is under way waits for
+        self._is_encoding = self._cannot_encode = False
+
+    @abstractmethod
+    def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
+        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+
+    def caught_up(self) -> Trainer:
+        """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
+        anything is done to it, or its state of updates is read."""
+        steady, self.steady = self.steady, None
+        if steady is not None:
+            steady.end()
+        return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
         """Of what was published last. From any thread."""
@@ -118,7 +130,6 @@ class Publishing:
         *,
         serve: Iterable[str] = (),
         deadline: float,
-        at_once: bool = True,
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
@@ -127,30 +138,30 @@ class Publishing:
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
         ``serve`` names models that are announced with these weights: a worker must not take one for a model without
-        any. Unless ``at_once``, the announcement has still to depart. Raises AckTimeout if all memory that a transport
-        has for slabs is in use until the deadline, a time of the loop's clock.
+        any. Raises AckTimeout if all memory that a transport has for slabs is in use until the deadline, a time of the
+        loop's clock.
         """
-        link, machine, observer = self._link, self._machine, self._observer
+        machine, observer = self.machine, self.observer
         jobs: list[_Job] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
+
+        def late() -> str:  # the publication before this one may be waiting for a slot
+            return f"another publication is still running: {self._why_full(self._full)}"
+
+        await self.order.acquire_until(deadline, late)
         life: Life | None = None
         try:
-            await self.order.acquire_until(deadline)
-        except TimeoutError:  # the publication before this one may be waiting for a slot
-            raise AckTimeout(f"another publication is still running: {self._why_full(self._full)}") from None
-        try:
-            begun = link.loop.time()
-            link.check()
-            self.end_steady()
+            begun = self.loop.time()
+            self.check()
+            self.caught_up()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            if observer.follows or observer.durations is not None:
-                life = observer.begin(sources)
+            life = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
-                given = model_id, transports[model_id].pool or self._pool, jobs, deadline
+                given = model_id, transports[model_id].pool or self.pool, jobs, deadline
                 if isinstance(source, FlatWeights):
                     parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
                 else:
@@ -162,26 +173,24 @@ class Publishing:
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, life)
             for job in jobs:
-                if job.slab.nbytes <= INLINE_BYTES:
-                    job.pack()
-                    continue
-                link.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                await link.run(job.pack, job.slab.nbytes)
-                begun = link.loop.time()
-            if life is not None:
-                observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+                self.check()  # the thread of a link that was shut down meanwhile would start, and stay
+                await self.run(job.pack, job.slab.nbytes)
+            observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
             for model_id, part in parts.items():
-                for whom, slab in [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]:
-                    await self._offer(transports[model_id], slab, whom)
-            link.check()
+                transport = transports[model_id]
+                slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
+                for whom, slab in slabs:
+                    if (descriptor := await transport.offer(slab, whom)) is not None:
+                        slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+                        if type(transport).serve is not Carrier.serve:
+                            self.served[descriptor] = transport
+            self.check()
             self.end_staged()
-            version = machine.publish(parts, workers, link.loop.time(), metadata, stages=stages)
-            if life is not None:
-                observer.published(life, version, machine.epoch)
-            self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+            version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
+            observer.published(life, version, machine.epoch)
+            self.is_busy = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
-            if life is not None:
-                observer.abandoned(life, error)
+            observer.abandoned(life, error)
             raise
         finally:
             try:
@@ -189,10 +198,7 @@ class Publishing:
                     job.slab.release()
             finally:
                 self.order.release()
-        if at_once:
-            link.settle()
-        else:
-            link.notify()
+        self.settle()
         return version
 
     async def _publish_packing(
@@ -210,46 +216,44 @@ class Publishing:
         """
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
-        targets = self._machine.targets
+        targets = self.machine.targets
         replaced = targets.keep(parts)
         version = None
         self.end_staged()
         try:
-            version = self._machine.publish(parts, workers, self._link.loop.time(), metadata)
-            if life is not None:
-                self._observer.published(life, version, self._machine.epoch)
-            self._link.settle()
+            version = self.machine.publish(parts, workers, self.loop.time(), metadata)
+            self.observer.published(life, version, self.machine.epoch)
+            self.settle()
 
             def pack_all() -> None:
-                progress = partial(self._link.call_from_thread, self.packed)
+                progress = partial(self.call_from_thread, self.packed)
                 job.pack(progress)
                 progress()
 
-            await finish(self._link.thread.submit(pack_all))
+            await finish(self.thread.submit(pack_all))
         finally:
-            if life is not None:
-                self._observer.tell("publish.packed", life, nbytes=job.slab.packed)
+            self.observer.tell("publish.packed", life, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
-            if self._link.closed or complete:
+            if self.closed or complete:
                 targets.forget(replaced)
             else:
-                self._machine.abandon(version, replaced)
-                self._link.settle()
-        self._link.check()
+                self.machine.abandon(version, replaced)
+                self.settle()
+        self.check()
         return version
 
     def end_staged(self) -> None:
         """What is staged is about to be dropped: tell of its end."""
-        if (staged := self._machine.targets.staged) is not None:
-            self._observer.end(staged.version, "it was dropped")
+        if (staged := self.machine.targets.staged) is not None:
+            self.observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
         """There is more that workers are waiting for: of a slab, or of what is made of it."""
-        if not self._link.closed:
-            with self._link.guard():
-                self.end_steady()
-                self._machine.packed()
-                self._link.settle()
+        if not self.closed:
+            with self.guard():
+                self.caught_up()
+                self.machine.packed()
+                self.settle()
 
     async def _acquire(
         self,
@@ -264,7 +268,7 @@ class Publishing:
     ) -> Slab:
         """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
         only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
-        self._pools.add(pool)
+        self.pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
@@ -273,47 +277,41 @@ class Publishing:
         if alone and memory is None:
             known.learn(flat)
         layout, pinned = known.layout, flat.ready is not None
-        nbytes = layout.nbytes
-        if pool.draining(nbytes):
-            memory = None
-            await self._link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
-        if not self._has_room(pool, nbytes, jobs, count):
-            memory = None
-            remaining = max(0.0, deadline - self._link.loop.time())
-            machine = self._machine
-            self._full = pool
-            try:
-                if not await self._link.wait(
-                    lambda: machine.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
-                ):
-                    raise AckTimeout(self._why_full(pool))
-            finally:
-                self._full = None
-            machine.check_open()
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
             jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
-        if pool.is_quick(nbytes, pinned=pinned):
+        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
             return acquire()
-        self._link.check()
-        memory = None
-        slab: Slab = await self._link.run(acquire, nbytes)
+        memory = None  # a tensor may get other memory while this waits
+        await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
+        slab: Slab = await self.run(acquire, layout.nbytes)
         return slab
 
-    def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
-        if pool.is_quick(nbytes):
-            return True
-        machine = self._machine
-        wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
-        return pool.has_room(nbytes, wanted, count)
+    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
+        machine = self.machine
+        await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+
+        def has_room() -> bool:
+            if machine.fenced is not None or pool.is_quick(nbytes):
+                return True
+            wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
+            return pool.has_room(nbytes, wanted, count)
+
+        self._full = pool
+        try:
+            if not await self.wait(has_room, max(0.0, deadline - self.loop.time())):
+                raise AckTimeout(self._why_full(pool))
+        finally:
+            self._full = None
+        machine.check_open()
 
     def _why_full(self, pool: SlabPool | None) -> str:
         if pool is None:
             return "its weights are still being copied: give a larger timeout, or publish less often"
-        machine = self._machine
+        machine = self.machine
         targets = machine.targets.slabs()  # those are nobody's fault
         holders = []
         for nonce, leases in machine.leases.of.items():
@@ -332,43 +330,36 @@ class Publishing:
 
     # -- transports that act for each worker ---------------------------------------------------------------------------
 
-    async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:
-        descriptor = await transport.offer(slab, workers)
-        if descriptor is not None:
-            slab.descriptor, slab.on_release = descriptor, partial(transport.retire, descriptor)
-            if type(transport).serve is not Carrier.serve:
-                self.served[descriptor], slab.on_release = transport, partial(self._retire, transport, descriptor)
-
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
         self.served.pop(descriptor, None)
         transport.retire(descriptor)
 
     def departed(self, route: bytes, update: Update) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
-        peer = self._machine.membership.routes.get(route)
+        peer = self.machine.membership.routes.get(route)
         if peer is None:
             return
-        if self._observer.lives:
-            self._observer.sent(peer.worker, update)
+        if self.observer.lives:
+            self.observer.sent(peer.worker, update)
         for part in update.parts:
             if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
                 whom = peer.worker, peer.nonce
                 transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
-        with self._link.guard():
-            if not self._link.closed:
-                self.end_steady()
-                self._machine.undeliverable(worker, nonce, descriptor, error)
-                self._link.settle()
+        with self.guard():
+            if not self.closed:
+                self.caught_up()
+                self.machine.undeliverable(worker, nonce, descriptor, error)
+                self.settle()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode(self) -> None:
         """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
-        if self._is_encoding or self._link.closed:
+        if self._is_encoding or self.closed:
             return
-        wanted = self._machine.wanted
+        wanted = self.machine.wanted
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
@@ -377,7 +368,7 @@ class Publishing:
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
-            future = self._link.thread.submit(partial(self._encode, chosen))
+            future = self.thread.submit(partial(self._encode, chosen))
             future.add_done_callback(partial(self._encoded, chosen))
 
     def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
@@ -385,51 +376,53 @@ class Publishing:
             try:
                 encoding.encode(index)
             except Exception:
-                if not self._has_warned:
+                if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
-                self._has_warned = True
+                self._cannot_encode = True
                 encoding.leave_as_it_is(index)
-            self._link.call_from_thread(self.packed)
+            self.call_from_thread(self.packed)
 
     def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
             encoding.leave()
-        with self._link.guard():
+        with self.guard():
             future.result()
             self.encode()
 
     # -- the fast way --------------------------------------------------------------------------------------------------
 
     def publish_steadily(
-        self, model_id: str, flat: FlatWeights, transport: Callable[[], Carrier], timeout: float
+        self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
-        """Publish one model's weights for all workers, without metadata; :meth:`complete` is to follow. Returns the
-        version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
-        link = self._link
-        link.check()
-        if not self._machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values or flat.ready is not None:
+        """Publish weights for all workers, without metadata; :meth:`complete` is to follow. Returns the version; None:
+        this takes the general way, and nothing was done. Raises as :meth:`check`."""
+        self.check()
+        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or len(sources) > 1:
+            return None
+        [(model_id, flat)] = sources.items()
+        if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
-        if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
+        if self.waiters or self.order.waiting or self.order.locked() or self.timer is None:
             return None
-        if self._observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+        if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
             return None
-        if self.steady is None and not self._begin_steady(model_id, transport()):
+        if self.steady is None and not self._begin_steady(model_id, schemes[model_id].carrier()):
             return None
-        steady, begun = self.steady, link.loop.time()
+        steady, begun = self.steady, self.loop.time()
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
-        self.is_busy = link.loop.time() - begun > BUSY_SECONDS
-        return self._machine.targets.version
+        self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+        return self.machine.targets.version
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
-        pool, machine = transport.pool or self._pool, self._machine
+        pool, machine = transport.pool or self.pool, self.machine
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
-        if target is None or (target.slab.descriptor is None) is not rides or self.send is None:
-            return False
+        if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
+            return False  # a message with a key is checked before it counts, the general way
         if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
             return False
         layout = target.slab.layout
@@ -442,7 +435,7 @@ class Publishing:
         peers = machine.steady(model_id)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
-        if len(peers) < (self.least if machine.num_workers is None else machine.num_workers):
+        if len(peers) < (self.min_workers if machine.num_workers is None else machine.num_workers):
             return False  # sending has to report who is missing
         if any(peer.unsettled or peer.slow for peer in peers):
             return False
@@ -460,7 +453,7 @@ class Publishing:
             return slab
 
         try:
-            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send)
+            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send_now)
         except (MemoryError, RuntimeError):  # torch raises the latter
             return False  # the general way reports it, if it cannot do without
         return True
@@ -469,21 +462,16 @@ class Publishing:
         """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
         ended, and who still has to get it does so the general way."""
         steady = self.steady
-        if steady is None or self._machine.targets.version != version:
-            return False
-        waiter = steady.waiter = self._link.loop.create_future()
-        if self.is_busy:
-            self.pause()
-        if steady.announce():
-            await waiter
-        return not steady.waiting
-
-    def end_steady(self) -> None:
-        if self.steady is not None:
-            try:
-                self.steady.end()
-            finally:
-                self.steady = None
+        if steady is not None and self.machine.targets.version == version:
+            waiter = steady.waiter = self.loop.create_future()
+            if self.is_busy:
+                self.pause()
+            if steady.announce():
+                await waiter
+                return not steady.waiting
+        self.caught_up()
+        self.settle()  # tells those who have not been told
+        return False
 
     def pause(self) -> None:
         """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""

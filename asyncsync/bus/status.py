@@ -328,8 +328,9 @@ class Observer(ABC):
         """Whether anything wants each step: the fast path, which tells none, is off then."""
         return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
 
-    def tell(self, event: str, life: Life, at: int | None = None, **more: Any) -> None:
-        if not (hooks := [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks):
+    def tell(self, event: str, life: Life | None, at: int | None = None, **more: Any) -> None:
+        hooks = [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks
+        if life is None or not hooks:
             return
         at = at or time.time_ns()
         info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
@@ -365,19 +366,23 @@ class TrainerObserver(Observer):
         self._awaited = awaited
         self._count = 0
 
-    def begin(self, models: Iterable[str]) -> Life:
+    def begin(self, models: Iterable[str]) -> Life | None:
+        """A publication begins; None: nobody wants to know."""
+        if not self.follows and self.durations is None:
+            return None
         self._count += 1
         life = Life({"id": self._count, "models": sorted(models)})
         self.tell("publish.begin", life)
         return life
 
-    def published(self, life: Life, version: int, epoch: Epoch) -> None:
-        life.info |= {"version": version, "epoch": epoch_text(epoch)}
-        self.follow(version, life)
-        self.tell("publish.published", life)
+    def published(self, life: Life | None, version: int, epoch: Epoch) -> None:
+        if life is not None:
+            life.info |= {"version": version, "epoch": epoch_text(epoch)}
+            self.follow(version, life)
+            self.tell("publish.published", life)
 
-    def abandoned(self, life: Life, error: BaseException) -> None:
-        if "version" in life.info:
+    def abandoned(self, life: Life | None, error: BaseException) -> None:
+        if life is not None and "version" in life.info:
             self.end(life.info["version"], repr(error))
         else:
             self.tell("publish.end", life, error=repr(error))
@@ -478,8 +483,7 @@ class WorkerObserver(Observer):
                 self.tell("update.staged", life)
 
     def taken(self, staging: Staging) -> None:
-        if (life := self.lives.get(staging.serial)) is not None:
-            self.tell("update.taken", life)
+        self.tell("update.taken", self.lives.get(staging.serial))
 
     def finished(self, staging: Staging, error: BaseException | None) -> None:
         """The gate, or the user's code, has applied or refused this one."""

@@ -23,7 +23,6 @@ next AGAIN that goes the general way without a stop begins another.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from struct import Struct
@@ -39,8 +38,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_again, encode_applied
 from asyncsync.wire.messages import Again, Buffer, Epoch, Part
-
-logger = logging.getLogger("asyncsync")
 
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
@@ -84,7 +81,6 @@ class SteadyTrainer:
         self._workers = workers
         self._send = send
         self._known = known
-        self._is_over = False
         self._began = 0.0
         self._unsent: list[Peer] = []
         self._again = self._done = b""
@@ -144,10 +140,7 @@ class SteadyTrainer:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Let the machine go on. Idempotent."""
-        if self._is_over:
-            return
-        self._is_over = True
+        """Let the machine go on. Of no further use."""
         try:
             self._hand_over()
         finally:
@@ -203,14 +196,6 @@ class SteadyWorker:
         self._version = machine.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
-
-    def take_if_it_can(self, frames: Sequence[memoryview], now: float) -> bytes | None:
-        """:meth:`take`; None also where that cannot be done: then the general way reports why."""
-        try:
-            return self.take(frames, now)
-        except Exception:  # also of a user's transport
-            logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
-            return None
 
     def take(self, frames: Sequence[memoryview], now: float) -> bytes | None:
         """Apply what an AGAIN brings, header and payload, and return the answer. None: it has to go the general way;

@@ -14,9 +14,9 @@ import zmq
 
 from asyncsync.arguments import check_count
 from asyncsync.bus.carrier import Calls
-from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.status import BusStatus, Reporter, TrainerObserver, trainer_figures, worker_status
+from asyncsync.bus.status import BusStatus, Reporter, trainer_figures, worker_status
 from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
@@ -32,7 +32,6 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime import loop_thread
-from asyncsync.weights.slab import SlabPool
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
 
@@ -46,18 +45,13 @@ BLOCKED_SECONDS = 1.0
 KEYED_DESCRIPTORS = 3  # who asks whether somebody is let in, and who tells of those that were not
 
 
-class TrainerLink(Link):
+class TrainerLink(Publishing):
     """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
     descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``;
-    with ``keys``, only those whose keys are listed. ``admission`` says so; None: everybody gets in.
-
-    The state ``machine`` stands still while the fast path is on: :meth:`caught_up` ends that. An elastic trainer needs
-    ``min_workers``; ``pool`` has slabs for transports that have none. ``broadcast`` is what workers can subscribe to;
-    None: nothing.
+    with ``keys``, only those whose keys are listed. ``broadcast`` is what workers can subscribe to; None: nothing.
     """
 
     introductions: Introductions  # if it is keyed
-    admission: Admission | None = None
     broadcast: Broadcast | None = None
 
     def __init__(
@@ -75,14 +69,10 @@ class TrainerLink(Link):
         is_local = endpoint.startswith("ipc://")
         self._per_worker = 3 if is_local else 2 if settings.fanout else 1
         of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
-        hooks = hooks_of(monitoring.tracing)
-        super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1) + of_all)
-        epoch = (time.time_ns(), secrets.randbits(62))
-        self.machine = Trainer(epoch, this_process(), num_workers, settings)
-        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
-        self.observer = TrainerObserver(self.machine.progress.awaited, hooks)
-        self.reporter = Reporter(self.machine, self.loop.time, lambda: self.refused, self.dropped)
-        self.min_workers = min_workers
+        descriptors = self._per_worker * (num_workers or 1) + of_all
+        machine = Trainer((time.time_ns(), secrets.randbits(62)), this_process(), num_workers, settings)
+        super().__init__(descriptors, machine, min_workers, hooks_of(monitoring.tracing))
+        self.reporter = Reporter(machine, self.loop.time, lambda: self.refused, self.dropped)
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self._watches: dict[bytes, ProcessWatch] = {}
@@ -129,10 +119,7 @@ class TrainerLink(Link):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        # A message with a key is checked before it counts, the general way.
-        send = self._send_now if self.admission is None else None
-        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.min_workers, send)
-        self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
+        self.verifying = TrainerVerifying(self)
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Let workers subscribe, beside this address. They can do without."""
@@ -142,11 +129,6 @@ class TrainerLink(Link):
         except zmq.ZMQError as error:
             logger.warning("no fan-out, so each worker gets its own copy: %s", error)
         self.machine.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
-
-    def caught_up(self) -> Trainer:
-        """The state machine, with all that the fast path has done meanwhile; that ends here."""
-        self.publishing.end_steady()
-        return self.machine
 
     def report(self) -> Report:
         self.caught_up()
@@ -178,38 +160,26 @@ class TrainerLink(Link):
 
     # -- the workers, for those who call -------------------------------------------------------------------------------
 
-    def check_workers(self, workers: list[int] | None) -> None:
+    def check_workers(self, workers: list[int] | None, quorum: int | None = None) -> None:
+        """Raise ValueError for workers that do not exist, and for a quorum that so many workers cannot be."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
                 last = (count or 1) - 1
                 raise ValueError(f"worker_idx {worker} does not exist: num_workers={count}, so choose from 0 to {last}")
-
-    def check_reach(self, workers: Iterable[int]) -> None:
-        """Raise ValueError for weights of single workers that are behind a relay."""
-        behind = self.machine.behind.workers
-        for worker in workers:
-            if worker in behind and worker not in self.machine.peers:
-                raise ValueError(
-                    f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
-                    "workers: publish without worker_ids, or connect this worker to the sender directly"
-                )
-
-    def check_enough(self, workers: list[int] | None, quorum: int) -> None:
-        """Raise ValueError for a quorum that so many workers cannot be."""
-        check_count("quorum", quorum)
-        count = self.machine.num_workers if workers is None else len(workers)
-        if count is not None and quorum > count:
-            raise ValueError(f"quorum={quorum}, but only {count} workers are to get this version")
+        if quorum is not None:
+            check_count("quorum", quorum)
+            most = count if workers is None else len(workers)
+            if most is not None and quorum > most:
+                raise ValueError(f"quorum={quorum}, but only {most} workers are to get this version")
 
     def check_quorum(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
     ) -> list[int]:
         """The workers that have some of these models. Raises NotConnected if no worker has one of them; for an elastic
         trainer, if fewer than ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises
-        ValueError as :meth:`check_enough`."""
-        if quorum is not None:
-            self.check_enough(workers, quorum)
+        ValueError as :meth:`check_workers`."""
+        self.check_workers(workers, quorum)
         machine = self.machine  # who is there, and with which models, does not change on the fast path
         needed, name = self.min_workers, "min_workers"
         if quorum is not None and workers is None and quorum > needed:
@@ -246,72 +216,38 @@ class TrainerLink(Link):
         the ``calls`` of their objects have ended. Raises PartialSendError, which names each worker that has not, and
         why; NotConnected if nobody is to get it.
 
-        The timeout counts from ``begun``, a time of the loop's clock. Messages depart once this is ready to wait.
-        ``there``: the workers that were there just before the version was published; where too few of them are left,
-        the error names the missing ones.
+        The timeout counts from ``begun``, a time of the loop's clock. ``there``: the workers that were there just
+        before the version was published; where too few of them are left, the error names the missing ones.
         """
-        try:
-            machine, progress = self.machine, self.machine.progress
-            self.publishing.end_steady()
-            chosen = progress.targeted(version, models) if workers is None else workers
-            needs_one = self.min_workers > 0 or machine.num_workers is not None
-            if there and len(chosen) < max(quorum or 0, needs_one):
-                chosen = sorted({*chosen, *there})
-            if not chosen and needs_one:
-                self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
-                raise NotConnected(f"no connected worker is to get version {version} (any more)")
-            if quorum is not None and len(chosen) < quorum:
-                raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
-
-            late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
-            outcome = Outcome()
-
-            def done() -> bool:
-                nonlocal outcome
-                machine.check_open()
-                if quorum is None and calls is None:
-                    while late and not progress.is_outstanding(late[-1], version, models):
-                        late.pop()
-                    if late:
-                        return False
-                outcome = _outcome(progress, version, chosen, models, calls)
-                late[:] = outcome.waiting  # also one that was lost, and is there again
-                return outcome.is_over(quorum)
-
-            if not await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart):
-                outcome = _outcome(progress, version, chosen, models, calls)
-        finally:
-            if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
-                self.settle()
-        self._check_outcome(outcome, quorum, version, timeout, "applied")
-
-    async def wait_staged(
-        self,
-        version: int,
-        workers: list[int] | None,
-        models: list[str] | None,
-        timeout: float,
-        quorum: int | None = None,
-    ) -> None:
-        """Wait until these workers, or as many of them as the ``quorum`` needs, have this version ready, or a newer
-        one. Raises PartialSendError, which names each worker that has not, and why; NotConnected if nobody is to get
-        it; ValueError: it was dropped."""
         machine = self.caught_up()
-        machine.check_issued(version)
         progress = machine.progress
-        chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
-        if not chosen or len(chosen) < (quorum or 0):
-            raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
+        chosen = progress.targeted(version, models) if workers is None else workers
+        needs_one = self.min_workers > 0 or machine.num_workers is not None
+        if there and len(chosen) < max(quorum or 0, needs_one):
+            chosen = sorted({*chosen, *there})
+        if not chosen and needs_one:
+            self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
+            raise NotConnected(f"no connected worker is to get version {version} (any more)")
+        if quorum is not None and len(chosen) < quorum:
+            raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
+        late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
 
-        def outcome() -> Outcome:
-            self.caught_up().check_open()
-            machine.check_issued(version)
-            return progress.of(version, chosen, models, staged=True)
+        def done() -> bool:
+            machine.check_open()
+            if quorum is None and calls is None:
+                while late and not progress.is_outstanding(late[-1], version, models):
+                    late.pop()
+                if late:
+                    return False
+            outcome = _outcome(progress, version, chosen, models, calls)
+            late[:] = outcome.waiting  # also one that was lost, and is there again
+            return outcome.is_over(quorum)
 
-        await self.wait(lambda: outcome().is_over(quorum), timeout, self.depart)
-        self._check_outcome(outcome(), quorum, version, timeout, "staged")
+        await self.wait(done, max(0.0, begun + timeout - self.loop.time()))
+        outcome = _outcome(progress, version, chosen, models, calls)
+        self.check_outcome(outcome, quorum, version, timeout, "applied")
 
-    def _check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
+    def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
         """Raise PartialSendError if workers lack a version after this time, unless a quorum has it."""
         if quorum is not None and len(outcome.acked) >= quorum:
             return
@@ -320,22 +256,6 @@ class TrainerLink(Link):
         late = {worker: self.machine.progress.timeout_of(worker, version, timeout, step) for worker in waiting}
         if failed := outcome.failed | late:
             raise PartialSendError(outcome.acked, failed)
-
-    def commit(self, version: int) -> None:
-        """The staged version becomes the target. Raises ValueError: it is not staged."""
-        machine = self.caught_up()
-        machine.commit(version)
-        if (life := self.observer.lives.get(version)) is not None:
-            self.observer.tell("publish.committed", life)
-        self.settle()
-
-    def drop_staged(self, version: int) -> None:
-        """The staged version goes to nobody. Raises ValueError: it is not staged."""
-        machine = self.caught_up()
-        machine.check_staged(version)
-        self.publishing.end_staged()
-        machine.drop()
-        self.settle()
 
     async def wait_for_workers(
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
@@ -395,10 +315,10 @@ class TrainerLink(Link):
         peer = self.machine.membership.routes.get(route)
         if peer is not None and (channel := self.side_channels.of.get(peer.nonce)):
             channel.drain()
-        steady = self.publishing.steady
+        steady = self.steady
         if steady is not None and peer is not None and len(frames) == 2 and steady.answer(peer, frames[1].buffer, now):
             return
-        self.publishing.end_steady()
+        self.caught_up()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
@@ -459,19 +379,19 @@ class TrainerLink(Link):
 
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
-        self.publishing.end_steady()
+        self.caught_up()
         # A newcomer's side channel may be here before the READY by which it takes its place.
         return next(
             (partial(self._receive_packet, p) for p in self.machine.membership.welcomed if p.nonce == nonce), None
         )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
-        steady = self.publishing.steady
+        steady = self.steady
         if steady is not None and packet[:1] == ALONE and steady.answer(peer, packet[1:], self.loop.time()):
             return
         try:
             instruction, _ = read(split(packet))
-            self.publishing.end_steady()
+            self.caught_up()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.lives:
                 self.observer.heard(peer.worker, instruction)
@@ -506,7 +426,7 @@ class TrainerLink(Link):
             self.settle()
 
     def _tick(self, now: float) -> None:
-        self.publishing.end_steady()
+        self.caught_up()
         late = now - self._timer_due
         if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
             self._warn_of_blocking(late)
@@ -533,19 +453,19 @@ class TrainerLink(Link):
         if self.observer.lives:
             self.observer.check()
         self.notify()
-        self.depart()
+        self._depart()
         if self.settled is not None:
             self.settled()
 
-    def depart(self) -> None:
+    def _depart(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
         if self.timer is None:
             self._set_timer(self.loop.time())
-        machine, publishing, channels = self.machine, self.publishing, self.side_channels.of
+        machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
-        if outbox and channels and publishing.is_busy:
-            publishing.pause()
-        departed = publishing.departed if publishing.served or self.observer.lives else None
+        if outbox and channels and self.is_busy:
+            self.pause()
+        departed = self.departed if self.served or self.observer.lives else None
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -577,10 +497,9 @@ class TrainerLink(Link):
         if failed:
             self.notify()
         if machine.wanted:
-            publishing.encode()
+            self.encode()
 
-    def _send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
-        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+    def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
         if channel is not None and (channel.send((header, *payload)) if payload else channel.write((ALONE, header))):
             return True
@@ -591,20 +510,20 @@ class TrainerLink(Link):
     def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
         assert self.broadcast is not None
-        fanout, publishing = self.machine.fanout, self.publishing
+        fanout = self.machine.fanout
         cast = fanout.gather(route, instruction, payload, self.machine.announcement)
         if cast is None and route != EVERYBODY:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
-        if cast is not None and isinstance(instruction, Update) and (publishing.served or self.observer.lives):
+        if cast is not None and isinstance(instruction, Update) and (self.served or self.observer.lives):
             for one in fanout.reached:
-                publishing.departed(one, instruction)
+                self.departed(one, instruction)
         return True
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        if self.publishing.steady is not None:
-            self.publishing.steady.wake()
+        if self.steady is not None:
+            self.steady.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -621,16 +540,16 @@ class TrainerLink(Link):
             self._release()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        if self.publishing.steady is not None:
-            self.publishing.steady.waiter = None  # the loop is over: nobody can be woken any more
+        if self.steady is not None:
+            self.steady.waiter = None  # the loop is over: nobody can be woken any more
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:
         self.observer.close()
-        self.publishing.close()
-        self.publishing.end_steady()
-        self.machine.close()
-        self.depart()
+        for pool in self.pools:  # a publication that is under way must not get what workers are still reading
+            pool.close()
+        self.caught_up().close()
+        self._depart()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():
@@ -644,7 +563,6 @@ class TrainerLink(Link):
             self.broadcast.close()
 
     def _release(self) -> None:
-        self.pool.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -654,19 +572,17 @@ def _outcome(
 ) -> Outcome:
     """How far a version has come. A worker whose object is called has it when the call has ended, too."""
     outcome = progress.of(version, chosen, models)
-    for worker in [] if calls is None else chosen:
-        assert calls is not None
-        if worker in outcome.failed:
-            continue
+    if calls is None:
+        return outcome
+    for worker in [worker for worker in chosen if worker not in outcome.failed]:
         if (error := calls.failure(worker, version)) is not None:
             outcome.failed[worker] = error
-        elif worker not in outcome.acked or calls.is_pending(worker, version):
+            outcome.waiting.discard(worker)
+        elif calls.is_pending(worker, version):
             outcome.waiting.add(worker)
-            outcome.acked.pop(worker, None)
+        else:
             continue
-        outcome.waiting.discard(worker)
-        if worker in outcome.failed:
-            outcome.acked.pop(worker, None)
+        outcome.acked.pop(worker, None)
     return outcome
 
 

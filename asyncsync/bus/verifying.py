@@ -20,13 +20,12 @@ from functools import partial
 
 import torch
 
-from asyncsync.bus.link import Link, Order
-from asyncsync.errors import AckTimeout, SchemaMismatch
-from asyncsync.model.gate import Gate
+from asyncsync.bus.applying import Applying
+from asyncsync.bus.link import Order
+from asyncsync.bus.publishing import Publishing
+from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.targets import Target
-from asyncsync.protocol.trainer import Trainer
-from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.weights.copying import clone, is_bytes, memory_of
 from asyncsync.weights.layout import Layout
@@ -77,17 +76,14 @@ def _hash(tensor: torch.Tensor, is_over: Callable[[], bool]) -> bytes:
 
 @dataclass(eq=False)
 class WorkerVerifying:
-    """Answers the trainer's questions. ``shown`` returns epoch and version of what a model shows; None: nothing yet."""
+    """Answers the trainer's questions."""
 
-    _link: Link
-    _machine: Worker
-    _gate: Gate
-    _shown: Callable[[str], tuple[Epoch, int] | None]
+    _link: Applying
     _task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        question = self._machine.asked
-        if question is not None and self._task is None and not (self._machine.leaving or self._link.closed):
+        question = self._link.machine.asked
+        if question is not None and self._task is None and not (self._link.machine.leaving or self._link.closed):
             # In a context of its own: the caller's may be inside a hold, which this one must not count as.
             self._task = self._link.loop.create_task(self._answer(question), context=Context())
 
@@ -109,31 +105,31 @@ class WorkerVerifying:
             self._task = None
         if not self._link.closed:
             with self._link.guard():
-                self._machine.answer(question, version, digests, problem)
+                self._link.machine.answer(question, version, digests, problem)
                 self._link.settle()
 
     async def _look(self, question: Verify) -> tuple[int, list[bytes]]:
         """The version that a model shows, and its digests. Raises SchemaMismatch: why there is nothing to compare."""
-        machine, model_id = self._machine, self._machine.session.local(question.model_id)
-        async with self._gate.hold():
+        machine, model_id = self._link.machine, self._link.machine.session.local(question.model_id)
+        async with self._link.gate.hold():
             machine.end_fast_path()
             if (binding := machine.models.get(model_id)) is None:
                 raise SchemaMismatch(f"it does not have the model {model_id!r} (any more)")
             if binding.bound is None:
                 raise SchemaMismatch("it has no model")
-            shown = self._shown(model_id)
-            if shown is None or shown[0] != question.epoch or (layout := self._layout(model_id, *shown)) is None:
+            epoch, version, *_ = self._link.shown.get(model_id, (None, 0))
+            if epoch != question.epoch or (layout := self._layout(model_id, question.epoch, version)) is None:
                 raise SchemaMismatch("it has no version of this sender yet")
             over = threading.Event()
             entries = binding.tensors_of(layout)
             digests = await elsewhere("asyncsync-verify", partial(digests_of, entries, over.is_set), over.set)
-        return shown[1], digests
+        return version, digests
 
     def _layout(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
-        held = self._machine.holdings.held.get(model_id)
+        held = self._link.machine.holdings.held.get(model_id)
         if held is not None and held[:2] == (epoch, version):
             return held[2].layout
-        for staging in self._machine.staged:  # applied by another thread, of which the loop has not heard yet
+        for staging in self._link.machine.staged:  # applied by another thread, of which the loop has not heard yet
             part = staging.parts.get(model_id)
             if part is not None and (staging.epoch, part.version) == (epoch, version):
                 return part.slab.layout
@@ -142,29 +138,25 @@ class WorkerVerifying:
 
 @dataclass(eq=False)
 class TrainerVerifying:
-    """Compares what workers' models hold with what they should have. ``end_steady`` lets the machine go on."""
+    """Compares what workers' models hold with what they should have."""
 
-    _link: Link
-    _machine: Trainer
-    _end_steady: Callable[[], None]
+    _link: Publishing
     _order: Order = field(default_factory=Order)
 
     async def verify(self, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
         """The names that differ, for each of these workers. Raises AckTimeout if another call has not ended in time;
         ClosedError or Fenced."""
         deadline = self._link.loop.time() + timeout
-        try:
-            await self._order.acquire_until(deadline)
-        except TimeoutError:
-            raise AckTimeout(f"another verify() of this sender has not ended within {timeout:g} s") from None
+        late = f"another verify() of this sender has not ended within {timeout:g} s"
+        await self._order.acquire_until(deadline, lambda: late)
         try:
             return await self._verify(model_id, list(workers), deadline, timeout)
         finally:
-            self._machine.verification = None
+            self._link.machine.verification = None
             self._order.release()
 
     async def _verify(self, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
-        link, machine = self._link, self._machine
+        link, machine = self._link, self._link.machine
         found: Differences = {}
         known: dict[tuple[int, int], tuple[Layout, list[bytes]]] = {}  # by worker and version
         left = set(workers)
@@ -174,7 +166,7 @@ class TrainerVerifying:
             return any(self._state(worker, model_id) is not None for worker in left)
 
         while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
-            self._end_steady()
+            self._link.caught_up()
             states = {worker: self._state(worker, model_id) for worker in left}
             found |= {worker: NotComparable(why) for worker, why in states.items() if isinstance(why, str)}
             current = {worker: target for worker, target in states.items() if isinstance(target, Target)}
@@ -191,14 +183,14 @@ class TrainerVerifying:
 
     async def _answered(self, verification: Verification, deadline: float) -> None:
         def is_over() -> bool:
-            self._machine.check_open()
+            self._link.machine.check_open()
             return not verification.waiting
 
         await self._link.wait(is_over, deadline - self._link.loop.time())
 
     def _state(self, worker: int, model_id: str) -> Target | str | None:
         """What a worker should have, if it has it; why it will not; None: it may come to have it."""
-        machine = self._machine
+        machine = self._link.machine
         if (target := machine.targets.newest(worker, model_id)) is None:
             return "nothing has been published for it yet"
         if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
@@ -209,7 +201,7 @@ class TrainerVerifying:
         return target if worker in outcome.acked else None
 
     def _late(self, worker: int, model_id: str, timeout: float) -> NotComparable:
-        peer, target = self._machine.membership.find(worker), self._machine.targets.newest(worker, model_id)
+        peer, target = self._link.machine.membership.find(worker), self._link.machine.targets.newest(worker, model_id)
         has, newest = 0 if peer is None else peer.applied.get(model_id, 0), 0 if target is None else target.version
         if has < newest:
             return NotComparable(f"it has version {has}, and after {timeout:g} s still not version {newest}")

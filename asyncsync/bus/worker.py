@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from asyncsync.bus.applying import Applying
+from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_figures
 from asyncsync.bus.steady import SteadyWorker
 from asyncsync.bus.verifying import WorkerVerifying
-from asyncsync.errors import ClosedError, NotConnected, ProtocolError
-from asyncsync.model.gate import Gate
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
+from asyncsync.model.gate import Gate, Writer
 from asyncsync.model.strategy import Binding
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
@@ -29,7 +29,6 @@ from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
 from asyncsync.net.zmq_socket import dealer
-from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Relaying, Worker
@@ -37,7 +36,7 @@ from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Epoch, Instruction, Part, Welcome
+from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Instruction, Part, Welcome
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -51,13 +50,10 @@ ENDING_SECONDS = 2.0
 FETCH_DEADLINE = 60.0
 
 
-class WorkerLink(Link, Memory):
+class WorkerLink(Applying, Memory):
     """Connects, feeds the machine, sends its answers. ``side_channel`` is None until there has been one. Of an
-    address with keys, ``credentials`` returns them.
-
-    ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
-    that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
-    ``transport``: of a relay or a guest, which takes every model that the trainer serves, and applies it to nothing.
+    address with keys, ``credentials`` returns them. ``transport``: of a relay or a guest, which takes every model that
+    the trainer serves, and applies it to nothing.
     """
 
     def __init__(
@@ -73,18 +69,12 @@ class WorkerLink(Link, Memory):
         find: Find | None = None,
         relaying: Relaying | None = None,
     ) -> None:
-        hooks = hooks_of(monitoring.tracing)
-        super().__init__("asyncsync-copy")
-        self.transports: dict[str, Carrier] = {}  # by model
+        machine = Worker(worker, secrets.token_bytes(16), this_process(), settings, role, self, relaying)
+        super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
+        gate.bind()
         self._common = transport
         self._fetching: set[asyncio.Task[None]] = set()  # a task per part
-        nonce = secrets.token_bytes(16)
-        self.machine = Worker(worker, nonce, this_process(), settings, role, self, relaying)
-        self.gate = gate
-        self.gate.bind()
-        self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.trainer_lost = False
-        self.observer = WorkerObserver(worker, hooks)
         self._watch: ProcessWatch | None = None
         self._watched: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
@@ -101,9 +91,7 @@ class WorkerLink(Link, Memory):
             receive = self._receive, self._receive_cast
             self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
             undo.callback(self.whereabouts.close)
-            about = self.machine, gate, self.transports, self.observer
-            self.applying = Applying(self, *about, self._show, self.acting, self.whereabouts.why_not)
-            self.verifying = WorkerVerifying(self, self.machine, gate, self.mark)
+            self.verifying = WorkerVerifying(self)
             undo.pop_all()
         self.opened()
 
@@ -122,14 +110,19 @@ class WorkerLink(Link, Memory):
         self.transports[model_id] = transport
         self.pass_on(model_id, context)
         if manual or takes:
-            self.applying.manual.add(model_id)
+            self.manual.add(model_id)
         self.machine.takes = takes
         self.machine.register(model_id, binding, self.loop.time())
         self.settle()
 
     async def unregister(self, model_id: str) -> None:
         """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
-        await self.applying.forget(model_id)
+        self.manual.discard(model_id)
+        self.cascade.remove(model_id)
+        self.machine.unregister(model_id, self.loop.time())
+        self.settle()
+        # Until the gate has done with what it had begun with:
+        await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
         if await self._detach([model_id]) and not self.closed:
             del self.transports[model_id]
             self.machine.holdings.take_out(model_id)
@@ -138,11 +131,20 @@ class WorkerLink(Link, Memory):
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
         self.machine.end_fast_path()
-        self.applying.cascade.add(model_id, context)
+        self.cascade.add(model_id, context)
 
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
-        """Update another model under this name from now on, beginning with what this worker should have."""
-        await self.applying.leave(model_id, timeout)
+        """Update another model under this name from now on, beginning with what this worker should have. Raises
+        AckTimeout if what uses the one before does not end."""
+        staged, deadline = self.machine.staged, self.loop.time() + timeout
+        leave = Writer(self.machine.models[model_id].leave_slabs, lambda error: None)
+        staged.abandon()
+        while staged or not self.gate.try_apply(leave):  # what the gate has begun with still goes to the model
+            if self.loop.time() >= deadline:
+                raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
+            await asyncio.sleep(GATE_POLL)
+            self.check()
+            staged.abandon()
         self.machine.register(model_id, binding, self.loop.time())
         self.settle()
 
@@ -183,23 +185,32 @@ class WorkerLink(Link, Memory):
 
     def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
         """Take in a message: the fast way if that is on, and can."""
-        steady = self.machine.fast_path
-        if steady is not None and not self.observer.follows:
-            now = self.loop.time()
-            try:
-                if (done := steady.take_if_it_can(frames, now)) is not None:
-                    self._acknowledge(done, now)
-                    return
-            except Exception:
-                raise
-            except BaseException:
-                # Half of it may be in the model, or all of it, and not be acknowledged.
+        steady, is_done = self.machine.fast_path, False
+        try:
+            if steady is not None and not self.observer.follows:
+                now, answer = self.loop.time(), None
+                try:
+                    answer = steady.take(frames, now)
+                except Exception:  # also of a user's transport
+                    logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+                if answer is not None:
+                    self._acknowledge(answer, now)
+                    is_done = True
+        finally:
+            # Also after an interrupt: half of it may be in the model, or all of it, and not be acknowledged.
+            if not is_done:
                 self._take_the_general_way(frames, read_message)
-                raise
-        self._take_the_general_way(frames, read_message)
 
     def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
-        instruction = self._accept(frames, read_message)
+        try:
+            instruction, payload = read_message(frames)
+            if self.observer.follows:
+                self.observer.heard(instruction)
+            self.machine.receive(instruction, payload, self.loop.time())
+        except ProtocolError as error:
+            self.drop(error, "the sender")
+            self.settle()
+            return
         if type(instruction) is Bye and self.machine.session.ended is None:
             self.trainer_lost = True  # it writes nothing any more, and there may be another
         elif type(instruction) is Welcome and self.machine.session.welcomed:
@@ -209,18 +220,6 @@ class WorkerLink(Link, Memory):
         self.settle()
         if type(instruction) is Again and not self.closed and not self.observer.follows:
             self._begin_steady(instruction)
-
-    def _accept(self, frames: list[memoryview], read_message: Read) -> Instruction | None:
-        """The message, if it was good for anything."""
-        try:
-            instruction, payload = read_message(frames)
-            if self.observer.follows:
-                self.observer.heard(instruction)
-            self.machine.receive(instruction, payload, self.loop.time())
-        except ProtocolError as error:
-            self.drop(error, "the sender")
-            return None
-        return instruction
 
     def _subscribe(self) -> None:
         """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
@@ -269,8 +268,8 @@ class WorkerLink(Link, Memory):
             slab.release()
         # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        straight = partial(self.applying.goes_straight, (model_id,))
-        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self._show, straight)
+        straight = partial(self.goes_straight, model_id)
+        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self.show, straight)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
@@ -282,22 +281,6 @@ class WorkerLink(Link, Memory):
             self.notify()
         if self.timer is None:
             self._set_timer(now)
-
-    def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
-        """The models have these versions. Under the gate: inside a hold, the version is that of what is read."""
-        # A new dict, because other threads may be looking at this one.
-        self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
-
-    def acting(self, models: Iterable[str]) -> Acting:
-        """The newest that one of these models shows; its version is 0 where there is none. From any thread."""
-        shown = self.shown
-        none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
-        return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
-
-    def mark(self, model_id: str) -> tuple[Epoch, int] | None:
-        """Epoch and version of what a model shows; None: nothing yet."""
-        shown = self.shown.get(model_id)
-        return None if shown is None else shown[:2]
 
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine
@@ -318,9 +301,7 @@ class WorkerLink(Link, Memory):
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(
-            version, target, lag, seen, state, machine.bytes_received, reason, **self.applying.waiting(models)
-        )
+        status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason, **self.waiting(models))
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
     def figures(self) -> list[Metric]:
@@ -363,7 +344,7 @@ class WorkerLink(Link, Memory):
         if self.observer.follows:
             self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
-            self.applying.offer()
+            self._offer()
         if machine.asked is not None:
             self.verifying.begin()
         while machine.fetches:
@@ -446,7 +427,7 @@ class WorkerLink(Link, Memory):
         reads = True
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self.transports)) or self.applying.cascade.task is not None
+            reads = not await self._detach(list(self.transports)) or self.cascade.task is not None
             reads = reads or self.machine.taken is not None
         finally:
             await self._end(reads)
@@ -456,7 +437,7 @@ class WorkerLink(Link, Memory):
         await self.verifying.stop()
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # nobody writes there any more
-        if self.applying.copying:
+        if self.copying:
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done, in_use = True, self.gate.applying or self.gate.pending
         for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
@@ -470,11 +451,11 @@ class WorkerLink(Link, Memory):
         self.machine.bye("shutdown", reads=reads)
         self._send_all()
         self.closed = True
-        others = self.applying.cascade.task, self.whereabouts.search
+        others = self.cascade.task, self.whereabouts.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
             task.cancel()
-        self.applying.close()
+        self.stop_applying()
         self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()

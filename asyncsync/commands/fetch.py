@@ -73,7 +73,7 @@ class Guest:
         found = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
             shown = self.link.acting([model_id]).shown
-            found[model_id] = await self.link.applying.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
+            found[model_id] = await self.link.copy_held(model_id, partial(Snapshot, shown.version, shown.metadata))
         return found
 
     def why(self) -> str:

@@ -457,5 +457,5 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         self._check_receives()
         link = self._bus.worker_link()
-        mark = await link.applying.current(self.topic, timeout)
+        mark = await link.wait_current(self.topic, timeout)
         return await self._return(link, mark, self.last_returned)

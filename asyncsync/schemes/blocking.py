@@ -146,7 +146,7 @@ class Bus(BusCore):
 
     def wait_origin(self, version: int, timeout: float) -> None:
         # Receiver: see asyncsync.bus.applying.Applying.wait_origin.
-        self.run_on_loop(lambda: self.worker_link().applying.wait_origin(version, self.schemes, timeout))
+        self.run_on_loop(lambda: self.worker_link().wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
         loop_thread.check_exit()

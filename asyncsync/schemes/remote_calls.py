@@ -284,7 +284,7 @@ class RemoteCallCore(Scheme):
         """This version, or a newer one, applied, with what these other models have got together with it; None if it was
         returned already."""
         link, before = self._bus.worker_link(), self.last_returned
-        mark = await link.applying.reach(self.topic, version, timeout, others)
+        mark = await link.wait_reached(self.topic, version, timeout, others)
         return None if mark == before else await self._return(link, mark, before)
 
     async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
@@ -346,7 +346,7 @@ class RPCCore(RemoteCallCore):
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout
-            await link.publishing.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
+            await link.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:

@@ -713,7 +713,7 @@ class Scheme(ABC):
         if initial is not None:
             deadline = max(link.loop.time(), start + timeout)
             try:
-                version = await link.publishing.publish(
+                version = await link.publish(
                     {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
@@ -729,10 +729,10 @@ class Scheme(ABC):
         await self.meet_sender(worker_idx, timeout)
         self.register_receiver(worker_idx)
         link = self._bus.worker_link()
-        await link.applying.connected(self.topic, timeout, deadline)
+        await link.wait_connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
         if not self._has_connected:  # what comes after that has not been returned
-            self._has_connected, self.last_returned = True, link.applying.mark(self.topic)
+            self._has_connected, self.last_returned = True, link.mark(self.topic)
 
     def carrier(self) -> Carrier:
         assert self._carrier is not None
@@ -762,7 +762,7 @@ class Scheme(ABC):
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
-        layout = link.publishing.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
+        layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
 
     # -- what is received ----------------------------------------------------------------------------------------------
@@ -776,14 +776,14 @@ class Scheme(ABC):
 
     async def replace_model(self, model: Any, timeout: float) -> None:
         # Apply updates to this model from now on; returns when it has the current weights. Raises as
-        # asyncsync.bus.applying.Applying.connected.
+        # asyncsync.bus.applying.Applying.wait_connected.
         if self.takes:
             raise RuntimeError("with apply='on_take' there is no model to update")
         self.binding, self._model = self._make_binding(model), model
         if isinstance(link := self._bus.link, WorkerLink):
             self._attach(link)
             await link.replace(self.topic, self.binding, timeout)
-            await link.applying.connected(self.topic, timeout, link.loop.time() + timeout)
+            await link.wait_connected(self.topic, timeout, link.loop.time() + timeout)
 
     def current_call(self) -> Any:
         # Receiver: the sender's call in which the caller's thread or task is; None: it is in none.
@@ -792,13 +792,13 @@ class Scheme(ABC):
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
         self._check_receive(timeout)
         link, before = self._bus.worker_link(), self.last_returned
-        mark = await link.applying.receive(self.topic, before, timeout)
+        mark = await link.wait_newer(self.topic, before, timeout)
         return None if mark is None else await self._return(link, mark, before)
 
     async def _return(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.applying.copy(self.topic, self._owned)
+            weights: TensorDict = await link.copy_held(self.topic, self._owned)
         except BaseException:
             self.take_back(mark, before)
             raise
@@ -813,8 +813,8 @@ class Scheme(ABC):
         # Apply what has come, without returning it.
         self._check_receive(timeout)
         link = self._bus.worker_link()
-        self.last_returned = link.applying.mark(self.topic)  # what was applied before is not returned
-        mark = await link.applying.receive(self.topic, self.last_returned, 0.0)
+        self.last_returned = link.mark(self.topic)  # what was applied before is not returned
+        mark = await link.wait_newer(self.topic, self.last_returned, 0.0)
         if mark is not None:
             self.last_returned = mark
 
@@ -823,7 +823,7 @@ class Scheme(ABC):
         link = self._bus.link
         if not isinstance(link, WorkerLink) or link.machine.holdings.held.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.applying.copy(self.topic, self._owned)
+        weights: TensorDict = await link.copy_held(self.topic, self._owned)
         return weights
 
     def _owned(self, slab: Slab) -> TensorDict:

@@ -81,7 +81,7 @@ class Taking:
             raise RuntimeError("this block was used already: call take() again")
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
         before = link.acting([model_id])
-        taken = await link.applying.take(model_id, *self._asked)
+        taken = await link.take(model_id, *self._asked)
         self._link, self._taken = link, taken
         part, previous = taken.staging.parts[model_id], None
         if model_id in taken.previous:
@@ -101,13 +101,13 @@ class Taking:
         assert self._link is not None
         assert self._shown is not None
         self._shown.end()
-        self._link.applying.give_back(taken, error, unused=unused)
+        self._link.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
         # An interrupt came just before the block's end was called, or the version came after the caller had gone.
         if (taken := self._taken) is not None and self._link is not None:
             left = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
-            self._link.call_from_thread(partial(self._link.applying.give_back, taken, left))
+            self._link.call_from_thread(partial(self._link.give_back, taken, left))
 
 
 class BlockingTaking:

@@ -151,9 +151,9 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
     links = [link, *(r.bus._link for r in receivers)]
     return (
         is_free
-        and not link.publishing.order.locked()
+        and not link.order.locked()
         and all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.applying.wanted for r in receivers)
+        and all(not r.bus._link.wanted for r in receivers)
         and all(not each.waiters and each.failure is None for each in links)
     )
 
@@ -232,7 +232,7 @@ async def test_publish_and_send_async_cancelled_at_any_await_publish_whole_or_no
 
     async def behind_another() -> int:
         # The lock that keeps publications in order is one more await.
-        async with sender.bus._link.publishing.order:
+        async with sender.bus._link.order:
             other = asyncio.create_task(publish())
             try:
                 await asyncio.sleep(0)

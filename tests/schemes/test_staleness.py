@@ -80,8 +80,8 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
     async with sender, receiver_of(sender, 0, Model()) as lost, receiver_of(sender, 1, model := Model()) as other:
         there = [lost, other][:workers]
         await asyncio.gather(*(one.connect(timeout=5) for one in (sender, *there)))
-        publishing = sender.bus._link.publishing
-        publish = publishing.publish
+        link = sender.bus._link
+        publish = link.publish
 
         async def late(*args: Any, **options: Any) -> int:
             await lost.shutdown()
@@ -89,7 +89,7 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
             version: int = await publish(*args, **options)
             return version
 
-        monkeypatch.setattr(publishing, "publish", late)
+        monkeypatch.setattr(link, "publish", late)
         metadata = {"epoch": 1}  # so it is published the general way
         if workers == 2 and quorum != 2:
             version = await sender.send_async(fill(source, 2), quorum=quorum, metadata=metadata)

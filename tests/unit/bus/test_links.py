@@ -71,35 +71,11 @@ async def test_what_a_condition_raises_is_its_waiters_affair_alone(link: Still) 
     assert await other is True
 
 
-async def test_what_begins_a_wait_is_called_once_when_all_is_ready_and_may_end_it(link: Still) -> None:
-    begun = 0
-    holds = False
-
-    def begin() -> None:
-        nonlocal begun, holds
-        begun += 1
-        holds = True
-        link.notify()
-        holds = begun > 1  # over before the waiter's turn: it waits again, and this is not called again
-
-    waiting = asyncio.create_task(link.wait(lambda: holds, 10, begin))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    holds = True
-    link.notify()
-    assert await waiting is True
-    assert begun == 1
-    assert await link.wait(lambda: True, 10, begin) is True
-    assert await link.wait(lambda: False, 0, begin) is False
+async def test_what_holds_already_is_not_waited_for_and_what_does_not_hold_in_time_leaves_nothing(link: Still) -> None:
+    assert await link.wait(lambda: True, 10) is True
+    assert await link.wait(lambda: True, 0) is True
+    assert await link.wait(lambda: False, 0) is False
     assert await link.wait(lambda: False, 0.01) is False
-    assert begun == 1
-
-    def fail() -> None:
-        raise OSError("broken")
-
-    with pytest.raises(OSError, match="broken"):
-        await link.wait(lambda: False, 10, fail)
     assert not link.waiters
 
 

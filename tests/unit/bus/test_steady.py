@@ -247,7 +247,7 @@ async def begin(everybody: Crew) -> Any:
     link = bare(everybody.sender).bus._link
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and link.publishing.steady is not None:
+        if value == 3 and link.steady is not None:
             return link
     raise AssertionError("no fast path")
 
