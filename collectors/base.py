@@ -26,7 +26,7 @@ from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.weights.updates import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import Interruption, elsewhere
+from asyncsync.runtime.threads import Interruption, elsewhere, interrupted_by
 from asyncsync.schemes.sources import follow
 
 _log = logging.getLogger("asyncsync")
@@ -111,7 +111,7 @@ class Lifetime(ABC):
         interruption = Interruption()
 
         def make() -> None:
-            with interruption.of_this_thread():
+            with interrupted_by(interruption):
                 made.append(cls(*args, **kwargs))
 
         try:

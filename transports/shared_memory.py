@@ -284,7 +284,7 @@ class SlotPool(SlabPool):
         """Of all slots. The same object, as long as there are the same ones."""
         if self._inodes is None:
             with self._lock:
-                there = (*self.used, *self._draining, *self._spare)
+                there = (*self.used, *self._draining, self.spare)
                 inodes = {slot.file.place.inode for slot in there if isinstance(slot, Slot)}
                 self._inodes = tuple(sorted(inodes))[:MAX_FILES]
             self._count_returned()
@@ -380,7 +380,7 @@ class WeightSlots(SlotPool):
         return slab.described[1]
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        spare = self._spare[-1] if self._spare else None
+        spare = self.spare
         if spare is None or spare.buffer.numel() != nbytes:
             return False
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()

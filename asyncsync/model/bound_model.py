@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import prod
 from operator import is_
 from os.path import commonprefix
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Patterns = str | Sequence[str] | None
+Repointing = tuple[list[int], list[int]]
 
 T = TypeVar("T")
 
@@ -232,15 +233,6 @@ class ModelTensors:
             else:
                 self.owners[name] = (model, key)
 
-    def in_parts(self) -> set[int]:
-        """Where memory begins that several of the tensors have, but not in the same way: a view and its base, or a
-        Parameter and a buffer."""
-        places: dict[int, set[Any]] = {}
-        for tensor in map(self.get, self.owners):
-            if type(tensor) in PLAIN and lies_in_memory(tensor):
-                places.setdefault(tensor.untyped_storage().data_ptr(), set()).add((type(tensor), place_of(tensor)))
-        return {address for address, own in places.items() if len(own) > 1}
-
     @property
     def known(self) -> set[str]:
         return self.owners.keys() | self.extra_state.keys()
@@ -264,10 +256,15 @@ class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
     pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
     ``memory`` is where the tensors were the last time; ``sizes`` are their bytes. Of a layout's plan, ``order`` has the
-    view of the slab for each tensor, and ``states`` the names of extra state with the view for each."""
+    view of the slab for each tensor, and ``states`` the names of extra state with the view for each.
+
+    ``repointing``: how the last update came in, if it gave some tensors their memory in a slab. The next one comes the
+    same way if all still lie where they were left. Positions of the tensors that need no more than new memory, and of
+    those that are copied to where they are."""
 
     order: Sequence[int] = ()
     states: Sequence[tuple[str, int]] = ()
+    repointing: Repointing | None = None
 
     def __init__(self, model: ModelTensors, specs: Specs) -> None:
         self.model = model
@@ -335,16 +332,6 @@ class Plan:
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
 
 
-class Repointing(NamedTuple):
-    """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if they
-    still lie where they were left. ``moved`` and ``copied`` are positions in the plan: of the tensors that got their
-    memory in the slab, and need no more than new memory next time, and of those that were copied to where they were."""
-
-    plan: Plan
-    moved: list[int]
-    copied: list[int]
-
-
 class BoundModel:
     """A model that updates are written to.
 
@@ -357,7 +344,6 @@ class BoundModel:
         plans: those of the latest layouts, by digest; a new table whenever the model is looked through anew.
         is_repointed, repointed: whether some of the model's memory may be a slab's, and the tensors that got such
             memory.
-        repointing: how the last update came in, if it gave some tensors such memory.
     """
 
     def __init__(
@@ -375,7 +361,6 @@ class BoundModel:
         self.inplace = inplace
         self.is_repointed = False
         self.repointed: list[torch.Tensor] = []
-        self.repointing: Repointing | None = None
         self.plans: dict[bytes, Plan] = {}
         self._model = model
         self._extract_as = extract_as
@@ -459,7 +444,8 @@ class BoundModel:
         return alike[0] if len(alike) == 1 else ""
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
-        """The plan for these tensors and values. Raises as :meth:`check_fit`."""
+        """The plan for those of these tensors and values that the selection has. Raises as :meth:`check_fit`."""
+        specs, values = self.selection.of(specs), set(filter(self.selection.chooses, values))
         try:
             self.check_fit(specs, values)
         except SchemaMismatch:  # of what is known of the model, which may have changed
@@ -472,10 +458,9 @@ class BoundModel:
         if (known := self.plans.get(layout.digest)) is not None:
             return known
         index = {dotted(path): i for path, i in layout.index.items()}
-        chooses = self.selection.chooses
-        plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
+        plan = self.plan(specs_of(layout), list(map(dotted, layout.value_paths)))
         plan.order = [index[n] for n in plan.names]
-        plan.states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
+        plan.states = [(n, index[n]) for n in self.selection.of(index) if n in self.tensors.extra_state]
         while len(self.plans) >= MOST_PLANS:
             del self.plans[next(iter(self.plans))]
         self.plans[layout.digest] = plan
@@ -520,7 +505,8 @@ def overlapping(tensors: list[Any]) -> list[list[int]]:
             groups.append([i])
         ends = max(ends, end)
     several = [group for group in groups if len(group) > 1]
-    return [group for group in several if len({place_of(tensors[i]) for i in group}) > 1]
+    # A Parameter and a buffer in one place are two: the buffer stays where it is.
+    return [group for group in several if len({(type(tensors[i]), place_of(tensors[i])) for i in group}) > 1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

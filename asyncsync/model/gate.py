@@ -283,14 +283,6 @@ class Gate:
             self._update = Writer(update, done)
         self.poll()
 
-    def try_apply(self, update: Writer) -> bool:
-        """Apply an update at once, in this thread, if nobody reads and no other is on its way; whether it is applied.
-
-        What ``apply`` raises is raised: after an Exception the update is dropped, after an interrupt it is pending. Its
-        ``done`` is called only in the latter case, when it has been applied.
-        """
-        return self._apply(update)
-
     def withdraw(self) -> bool:
         """Drop the pending update, unless an apply was interrupted and the model needs it; True if one was dropped."""
         with self._mutex:
@@ -305,12 +297,16 @@ class Gate:
         if self._update is not None or self._applying is not None:
             if self._readers or self._applying is not None:
                 self._sweep()
-            while self._update is not None and self._apply():
+            while self._update is not None and self.try_apply():
                 pass  # others may have been offered meanwhile
 
-    def _apply(self, given: Writer | None = None) -> bool:
-        """Apply this update, or the pending one, if nobody is inside; whether it was applied. An Exception goes to the
-        caller who has given the update, or to `done` of the pending one."""
+    def try_apply(self, given: Writer | None = None) -> bool:
+        """Apply this update at once, in this thread, if nobody reads and no other is on its way; None: the pending one.
+        Whether it was applied.
+
+        What `apply` of a given update raises is raised: after an Exception it is dropped, after an interrupt it is
+        pending. Its `done` is called only in the latter case, when it has been applied.
+        """
         frame = sys._getframe()
         error: Exception | None = None
         try:

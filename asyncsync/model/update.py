@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, Plan, Repointing
+from asyncsync.model.bound_model import BoundModel, Plan, Repointing, overlapping
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
@@ -129,10 +129,11 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
-            self._repointing, sources = last, self._sources
-            self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
-            self._repointed = [(found[i], sources[i]) for i in last.moved]
+        elif self._slab is not None and plan.repointing is not None and plan.memory.again(found):
+            self._repointing, sources = plan.repointing, self._sources
+            moved, copied = plan.repointing
+            self._copies = [found[i] for i in copied], [sources[i] for i in copied]
+            self._repointed = [(found[i], sources[i]) for i in moved]
         else:
             self._pieces = None
             self._resolve_each(found)
@@ -173,7 +174,8 @@ class ModelUpdate(Prepared):
         one memory in the model stays one, and what is not does not become one, whatever the sender has tied.
         """
         inplace, is_module = self._model.inplace, self._plan.model.is_module
-        in_parts = self._plan.model.in_parts() if self._slab is not None else set()
+        everything = list(map(self._plan.model.get, self._plan.model.owners)) if self._slab is not None else []
+        in_parts = {id(everything[i]) for group in overlapping(everything) for i in group}
         made: dict[Any, torch.Tensor] = {}  # what stands for a place in memory from now on
         given: dict[int, Any] = {}  # the place that got a source's memory
         moved: list[int] = []
@@ -211,7 +213,7 @@ class ModelUpdate(Prepared):
                     self._copies[1].append(source)
                     copied.append(i)
         if len(moved) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, moved, copied)
+            self._repointing = moved, copied
 
     def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(owner):
@@ -220,11 +222,10 @@ class ModelUpdate(Prepared):
 
     def apply(self) -> None:
         destinations, sources = self._copies
-        pieces = self._pieces if destinations else None
-        if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
-            copy_bytes(views, pieces)
+        if self._pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
+            copy_bytes(views, self._pieces)
             torch.autograd.graph.increment_version(destinations)
-        elif destinations:
+        else:
             copy_tensors(destinations, sources)
         if self._repointed:
             self._repoint()
@@ -233,12 +234,12 @@ class ModelUpdate(Prepared):
         forget_computed()
 
     def _repoint(self) -> None:
-        model, slab, repointing = self._model, self._slab, self._repointing
-        is_new = slab is not None and (repointing is None or repointing is not model.repointing)
+        model, slab, plan = self._model, self._slab, self._plan
+        is_new = slab is not None and (self._repointing is None or self._repointing is not plan.repointing)
         if slab is not None:
             slab.holds_parameters = model.is_repointed = True
         if is_new:
-            model.repointing = None
+            plan.repointing = None
             model.repointed += [destination for destination, _ in self._repointed]
         for destination, source in self._repointed:
             destination.data = source
@@ -248,9 +249,9 @@ class ModelUpdate(Prepared):
             slab.holds_all_parameters = True
         if is_new:
             model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
-            model.repointing = repointing
-        if repointing is not None:
-            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
+            plan.repointing = self._repointing
+        if self._repointing is not None:
+            plan.memory.note([owner[key] for owner, key in plan.locations])
 
     def complete(self) -> None:
         for module, value in self._given:
@@ -259,7 +260,7 @@ class ModelUpdate(Prepared):
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self._pieces is not None and self._plan.memory.views is not None
+        return self._pieces is not None and bool(self._plan.memory.views)
 
     def repeat(self) -> bool:
         plan, pieces = self._plan, self._pieces
@@ -269,7 +270,7 @@ class ModelUpdate(Prepared):
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        if (views := plan.memory.views) is None or not plan.memory.again(found):
+        if not (views := plan.memory.views) or not plan.memory.again(found):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
@@ -317,7 +318,7 @@ def _is_alone(tensor: torch.Tensor, in_parts: Collection[int]) -> bool:
     """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
     processes were given, would lose touch."""
     storage = tensor.untyped_storage()
-    is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in in_parts
+    is_whole = storage.nbytes() == tensor.nbytes and id(tensor) not in in_parts
     return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 

@@ -5,11 +5,11 @@ A daemon thread of our own, because anyio's and asyncio's executor threads keep 
 call is stuck.
 
     interruption = Interruption()
-    with interruption.of_this_thread():      # in the thread: waits on the library's loop can be interrupted
+    with interrupted_by(interruption):       # in the thread: waits on the library's loop can be interrupted
         MultiAsyncCollector(...)
     interruption.interrupt()                 # from any other: the wait under way, or the next one, is cancelled
 
-What cleans up must run to its end: ``with uninterrupted(): ...``. Nor may Ctrl-C interrupt a process that starts.
+What cleans up must run to its end: ``with interrupted_by(None): ...``. Nor may Ctrl-C interrupt a process that starts.
 """
 
 from __future__ import annotations
@@ -254,9 +254,6 @@ class Interruption:
         if cancel is not None:
             cancel()
 
-    def of_this_thread(self) -> AbstractContextManager[None]:
-        return _interrupted_by(self)
-
     @contextmanager
     def during(self, cancel: Callable[[], object]) -> Iterator[None]:
         """A wait, and what cancels it."""
@@ -275,19 +272,13 @@ class Interruption:
 
 
 @contextmanager
-def _interrupted_by(interruption: Interruption | None) -> Iterator[None]:
+def interrupted_by(interruption: Interruption | None) -> Iterator[None]:
+    """A block of the calling thread in which this cancels a wait; None: nothing does."""
     before, _here.interruption = getattr(_here, "interruption", None), interruption
     try:
         yield
     finally:
         _here.interruption = before
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A block of the calling thread that nothing interrupts."""
-    with _interrupted_by(None):
-        yield
 
 
 def interruptible(cancel: Callable[[], object]) -> AbstractContextManager[None]:

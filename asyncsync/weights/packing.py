@@ -11,7 +11,6 @@ as before: :class:`AddressCache`, :class:`SourceCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from asyncsync.weights.copying import clone, copy_tensors, is_bytes, memory_of
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tensors import are_plain, check_source, have_specs, own_value
-from asyncsync.weights.tree import FlatWeights, Path, dotted
+from asyncsync.weights.tree import FlatWeights, dotted
 
 PROGRESS_BYTES = 4 << 20
 FEW = 16
 MOST = 4096
 CACHED_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
-_is_cpu = attrgetter("is_cpu")
 _nbytes = torch.UntypedStorage.nbytes
 
 
@@ -128,7 +126,8 @@ class AddressCache:
     """
 
     def __init__(self) -> None:
-        self.views: list[memoryview] | None = None  # the bytes of the tensors that are noted, if they are known
+        # The bytes of the tensors that are noted. None: not known yet; empty: to copy these takes more than that.
+        self.views: list[memoryview] | None = None
         # No weak references: torch.utils.swap_tensors(), which `.to()` and load_state_dict() may use, refuses tensors
         # that have some. An id may be another tensor's later; then it has other memory, or the same storage.
         self._ids: list[int] = []
@@ -137,7 +136,6 @@ class AddressCache:
         self._dtypes: list[torch.dtype] = []
         self._storages: list[torch.UntypedStorage] = []
         self._lengths: list[int] = []
-        self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
         """The bytes of each tensor, valid until a tensor gets other memory. None where it takes more than to copy
@@ -146,7 +144,7 @@ class AddressCache:
             self.note(tensors if len(tensors) <= MOST else [])
             if not self._ids or len(tensors) > FEW:
                 return None
-        if self.views is None and not self._is_more:
+        if self.views is None:
             # A tensor that is there twice would get one value, and then another. One that was made in inference mode
             # has no count of its changes; a complex one may be conjugated by the next time.
             are_bytes = all(is_bytes(t) and not (t.is_inference() or t.is_complex()) for t in tensors)
@@ -156,12 +154,12 @@ class AddressCache:
                 self._lengths = list(map(_nbytes, self._storages))
                 self.views = [memory_of(tensor) for tensor in tensors]
             else:
-                self._is_more = True
-        return self.views
+                self.views = []
+        return self.views or None
 
     def note(self, tensors: list[torch.Tensor]) -> None:
         """These are the tensors from now on, and lie where they are."""
-        self._ids, self._pointers, self.views, self._storages, self._is_more = [], [], None, [], False
+        self._ids, self._pointers, self.views, self._storages = [], [], None, []
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))
         except RuntimeError:  # torch knows no memory of such a tensor
@@ -180,7 +178,7 @@ class AddressCache:
             return False
         if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
-        if self.views is None:
+        if not self.views:
             return list(map(id, tensors)) == self._ids
         # A storage that was resized and is shorter now may have got the same address again.
         if not are_plain(tensors) or list(map(_nbytes, self._storages)) != self._lengths:
@@ -194,28 +192,23 @@ class SourceCache:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._memory = AddressCache()
-        self._paths: list[Path] = []
-        self._ordered: list[memoryview] | None = None  # the bytes in the order of the layout
+        self._paths = [entry.path for entry in layout.entries]
 
     def again(self, flat: FlatWeights) -> list[memoryview] | None:
         """The bytes of these weights, an item per entry of the layout, valid until a tensor gets other memory; None:
         they may be other tensors."""
-        if self._ordered is None or flat.values or not self._memory.again(list(flat.tensors.values())):
-            return None
-        return self._ordered if list(flat.tensors) == self._paths else None
+        return self._memory.views or None if self._memory.again(self._stored(flat)) else None
 
     def learn(self, flat: FlatWeights) -> None:
         """Remember these weights, which have the layout."""
-        layout = self.layout
-        if (
-            layout.nbytes > CACHED_BYTES
-            or layout.aliases
-            or flat.values
-            or not all(map(_is_cpu, flat.tensors.values()))
-        ):
-            return
-        self._ordered = None
-        if (views := self._memory.of(list(flat.tensors.values()))) is not None:
-            self._paths = list(flat.tensors)
-            at = {path: i for i, path in enumerate(self._paths)}
-            self._ordered = [views[at[entry.path]] for entry in layout.entries]
+        self._memory.of(self._stored(flat))
+
+    def _stored(self, flat: FlatWeights) -> list[torch.Tensor]:
+        """The tensors in the order of the layout; empty: there are others, or to send them takes more than to copy
+        their bytes."""
+        if self.layout.nbytes > CACHED_BYTES or flat.values or len(flat.tensors) != len(self._paths):
+            return []
+        try:
+            return [flat.tensors[path] for path in self._paths]
+        except KeyError:
+            return []

@@ -242,19 +242,17 @@ class Slab:
 class SlabPool:
     """Slabs that can be used again. Allocating a large buffer, and faulting it in, costs more than copying into it.
 
-    A pool has at most ``most_spare`` spare slabs. A slab whose bytes a socket still holds is *draining*. ``slabs``
+    A pool has at most one ``spare`` slab. A slab whose bytes a socket still holds is *draining*. ``slabs``
     counts those that hold memory: ``used``, draining and spare; ``peak`` is the most there have ever been at once.
     ``on_idle`` is called when a slab has drained, in whichever thread released its last piece.
     """
-
-    most_spare = 1
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
         self.on_idle = on_idle
         self.peak = 0
         self.used: set[Slab] = set()
+        self.spare: Slab | None = None
         self._draining: set[Slab] = set()
-        self._spare: list[Slab] = []
         self._closed = False
         self._lock = threading.Lock()
         # Pieces come back in pyzmq's collector thread, or in a garbage collection that interrupts any line below, also
@@ -263,7 +261,7 @@ class SlabPool:
 
     @property
     def slabs(self) -> int:
-        return len(self.used) + len(self._draining) + len(self._spare)
+        return len(self.used) + len(self._draining) + (self.spare is not None)
 
     def draining(self, nbytes: int) -> bool:
         """True if no spare fits, but a slab of this size is about to come back."""
@@ -271,7 +269,7 @@ class SlabPool:
             return False
         self._count_returned()
         with self._lock:
-            fits = any(s.buffer.numel() == nbytes for s in self._spare)
+            fits = self.spare is not None and self.spare.buffer.numel() == nbytes
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
@@ -291,7 +289,7 @@ class SlabPool:
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         """A slab for this layout, with one reference; its content is undefined."""
         with self._lock:
-            slab = self._spare.pop() if self._spare else None
+            slab, self.spare = self.spare, None
         if self._came_back:
             self._count_returned()
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
@@ -310,9 +308,9 @@ class SlabPool:
         with self._lock:
             self.on_idle = None
             self._closed = True
-            spare, self._spare = self._spare, []
-        for slab in spare:
-            self._drop(slab)
+            spare, self.spare = self.spare, None
+        if spare is not None:
+            self._drop(spare)
         self._count_returned()
 
     # Whoever takes the lock counts, after releasing it, what came back meanwhile.
@@ -354,12 +352,11 @@ class SlabPool:
                 notify()
 
     def _keep(self, slab: Slab) -> None:
-        if slab.forks is not None and slab.forks != forks:
-            self._drop(slab)
-            return
-        self._spare.append(slab)
-        while len(self._spare) > (0 if self._closed else self.most_spare):
-            self._drop(self._spare.pop(0))
+        gone: Slab | None = slab
+        if not self._closed and slab.forks in (None, forks):
+            gone, self.spare = self.spare, slab
+        if gone is not None:
+            self._drop(gone)
 
     def _drop(self, slab: Slab) -> None:
         """A slab that will not be used again."""

@@ -55,7 +55,7 @@ from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import elsewhere, uninterrupted
+from asyncsync.runtime.threads import elsewhere, interrupted_by
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -561,7 +561,7 @@ class GroupCollector(BaseCollector):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    @uninterrupted()
+    @interrupted_by(None)
     def _end(self, timeout: float, close_env: bool) -> None:
         if self.closed:
             return

@@ -88,7 +88,7 @@ async def test_cancelled_it_leaves_nothing_behind_and_does_not_wait_for_workers_
 def test_an_interruption_that_strikes_its_end_leaves_no_worker() -> None:
     before, interruption = set(multiprocessing.active_children()), planted.Interruption()
     collector = MultiSyncCollector([Slow], Level(), frames_per_batch=4, start_method="forkserver")
-    with interruption.of_this_thread():
+    with planted.interrupted_by(interruption):
         interruption.interrupt()
         collector.shutdown()
     assert set(multiprocessing.active_children()) == before

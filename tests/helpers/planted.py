@@ -35,6 +35,7 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
+from asyncsync.runtime.threads import interrupted_by as interrupted_by
 from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack

@@ -19,10 +19,10 @@ from asyncsync.runtime.threads import (
     WorkThread,
     elsewhere,
     finish,
+    interrupted_by,
     interruptibly,
     join,
     settle,
-    uninterrupted,
     until_done,
 )
 from asyncsync.schemes.blocking import now
@@ -180,14 +180,14 @@ async def answer() -> int:
 
 def test_between_two_waits_it_is_the_next_one_of_this_thread_that_may_be_cut_short() -> None:
     interruption, found = Interruption(), []
-    with interruption.of_this_thread():
+    with interrupted_by(interruption):
         assert loop_thread.run(answer) == 42
         interruption.interrupt()
         other = threading.Thread(target=lambda: found.append(loop_thread.run(answer)))
         other.start()
         other.join(10)
         assert found == [42]
-        with uninterrupted():
+        with interrupted_by(None):
             assert loop_thread.run(answer) == 42
         with pytest.raises(asyncio.CancelledError):
             loop_thread.run(without_end)
@@ -204,7 +204,7 @@ async def test_a_wait_under_way_elsewhere_ends_with_the_cancellation_and_none_af
         await without_end()
 
     def work() -> Any:
-        with interruption.of_this_thread():
+        with interrupted_by(interruption):
             try:
                 loop_thread.run(begin)
             finally:
