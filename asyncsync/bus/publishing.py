@@ -427,7 +427,7 @@ class Publishing:
         pool, machine = transport.pool or self._pool, self._machine
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
-        target = None if model is None else model.common.current
+        target = None if model is None else model.common
         if target is None or (target.slab.descriptor is None) is not rides or self.send is None:
             return False
         if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):

@@ -647,7 +647,7 @@ class Trainer:
         if last.apart:
             return None  # some cannot open what its descriptor names
         model = targets.models.get(model_id)
-        current = None if model is None else model.common.current
+        current = None if model is None else model.common
         if model is None or current is None or current.version != targets.version:
             return None  # the last version is pending, staged, another model's, one worker's, or nobody's
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
@@ -677,12 +677,11 @@ class Trainer:
         published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
         acknowledged that, and to those in ``unsent`` it has yet to be announced.
         """
-        version, serial, common = self.targets.version, self.serial, self.targets.models[model_id].common
+        version, serial, current = self.targets.version, self.serial, self.targets.models[model_id].current
         assert self.announcement is not None
-        assert common.current is not None
-        before = common.current.slab
+        before = current[None].slab
         layouts, deadline = frozenset(self.announcement.layouts), now + self.settings.layout_patience
-        common.current = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
+        current[None] = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
         before.release()
         parts, form = {model_id: (version, slab)}, self.announcement.form
         last = self.announcement = Announcement(serial, parts, self.epoch, self.settings, form)

@@ -240,7 +240,7 @@ class TrainerProcess:
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadyTrainer | None:
         machine = self.machine
-        target = machine.targets.models[model].common.current
+        target = machine.targets.models[model].common
         if not machine.settings.fast or not self.usable or target is None:
             return None
         rides = target.slab.descriptor is None

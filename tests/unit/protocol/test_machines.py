@@ -76,7 +76,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "slot.drop(version, version + 1)", "slot.pending = []")
+        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -89,7 +89,7 @@ MUTATIONS = {
     ],
     "messages of other trainers are taken": [(Worker, "receive", "epoch != session.epoch", "False")],
     "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
-    "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
+    "everybody gets the same": [(Targets, "target", "model.current.get(worker) or ", "")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "self.key == key", "True")],
     "nobody is asked, because all accepted something else": [
