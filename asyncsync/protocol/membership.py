@@ -451,10 +451,9 @@ class Progress:
         """Who has applied this version or a newer one, or also has it ready if ``staged``; who cannot; who has still to
         answer."""
         models = None if models is None else list(models)
-        answer_of = self._answer_staged if staged else self._answer
         result = Outcome()
         for worker in workers:
-            answer = answer_of(worker, version, models)
+            answer = self._answer(worker, version, models, staged=staged)
             if answer is None:
                 result.waiting.add(worker)
             elif isinstance(answer, int):
@@ -474,7 +473,7 @@ class Progress:
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: no worker may. ``first``: the one
         that is looked at before all others."""
-        if self._targets.staged is not None and self._targets.staged.version == version:
+        if self._targets.is_staged(version):
             return next(iter(self.to_stage(version, models)), None)
         if (
             first is not None
@@ -489,15 +488,22 @@ class Progress:
         """True while this worker may still come to hold this version; the short form of :meth:`of`."""
         return self._answer(worker, version, models) is None
 
-    def _answer(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
-        """Which version this worker holds of these models, if it is not older; or why it will not; None: it may."""
+    def _answer(
+        self, worker: int, version: int, models: list[str] | None, *, staged: bool = False
+    ) -> int | Exception | None:
+        """Which version this worker holds of these models, or has ready if ``staged``, if it is not older; or why it
+        will not; None: it may."""
         peer = self._membership.find(worker)
-        if peer is not None and models and peer.has(version, models):
+        if not staged and peer is not None and models and peer.has(version, models):
             return min(peer.applied[m] for m in models)
         mine = self._models_of(worker, models)
-        newest = {m: self._targets.newest(worker, m) for m in mine}
-        targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
-        if not targets:
+        waits_for_commit = staged and self._targets.is_staged(version)
+        if waits_for_commit:
+            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(worker, None)}
+        else:
+            found = {m: self._targets.newest(worker, m) for m in mine}
+        targets = {m: t for m, t in found.items() if t is not None and t.version >= version}
+        if not targets and not waits_for_commit:
             if (rejection := self._targets.rejection(worker, version, mine)) is not None:
                 return rejection
             if peer is not None and (done := [v for m in mine if (v := peer.applied.get(m, 0)) >= version]):
@@ -507,33 +513,14 @@ class Progress:
             return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
-        applied = {m: peer.applied.get(m, 0) for m in targets}
-        if all(v >= version for v in applied.values()):
-            return min(applied.values())
+        has = {m: max(peer.ahead(m), peer.held.get(m, 0)) if staged else peer.applied.get(m, 0) for m in targets}
+        if has and all(v >= version for v in has.values()):
+            return min(has.values())
         for m, target in targets.items():
-            if applied[m] < version:
+            if has[m] < version:
                 error = self.refusal(peer, target) or self._failure(peer, m, target.version)
                 if error is not None:
                     return error
-        return self._loss(worker, peer.lost)
-
-    def _answer_staged(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
-        peer, staged = self._membership.find(worker), self._targets.staged
-        if staged is None or staged.version != version:
-            mine = [] if peer is None else self._models_of(worker, models)
-            newest = [m for m in mine if (t := self._targets.newest(worker, m)) is not None and t.version >= version]
-            if peer is not None and newest and all(peer.ahead(m) >= version for m in newest):
-                return min(peer.ahead(m) for m in newest)
-            return self._answer(worker, version, models)
-        if peer is None:
-            return self._loss(worker, self._membership.gone.get(worker))
-        parts = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}
-        if parts and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in parts):
-            return version
-        for m, target in parts.items():
-            error = peer.refused.get((m, target.slab.layout.digest)) or self._failure(peer, m, version)
-            if error is not None:
-                return error
         return self._loss(worker, peer.lost)
 
     def _loss(self, worker: int, reason: str | None) -> PeerLost | None:
@@ -548,8 +535,10 @@ class Progress:
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why this target will not come: its models come together, and one of them was refused."""
+        targets = self._targets
+        find = targets.staged_for if target.publication is targets.staged else targets.newest
         for model_id in target.publication.models:
-            sibling = self._targets.newest(peer.worker, model_id)
+            sibling = find(peer.worker, model_id)
             if sibling is None or sibling.publication is not target.publication:
                 continue
             if (refusal := peer.refused.get((model_id, sibling.slab.layout.digest))) is not None:
@@ -680,8 +669,8 @@ class FanOut:
         if pushed.sent == pushed.total or not credits:
             self.end()
 
-    def abandon(self, version: int | None) -> None:
-        """Push nothing more of this version, which will never be complete."""
+    def abandon(self, version: int) -> None:
+        """Push nothing more of this version, which nobody is to get."""
         if self._pushed is not None and version in self._pushed.versions.values():
             self.end()
 

@@ -342,6 +342,9 @@ class Targets:
         if publication.then is not None:
             publication.then()
 
+    def is_staged(self, version: int) -> bool:
+        return self.staged is not None and self.staged.version == version
+
     def apply_staged(self) -> None:
         """What is staged becomes the target, or does so when it is accepted."""
         publication, self.staged = self.staged, None
@@ -361,8 +364,7 @@ class Targets:
 
     def when_agreed(self, version: int, then: Callable[[], object]) -> None:
         """Call this when a published or staged version becomes the target: at once, if it has been; never, if not."""
-        staged = self.staged if self.staged is not None and self.staged.version == version else None
-        if (publication := self.pending.get(version, staged)) is not None:
+        if (publication := self.pending.get(version, self.staged if self.is_staged(version) else None)) is not None:
             publication.then = then
         elif not self.rejected(version):
             then()
@@ -376,7 +378,7 @@ class Targets:
     def _withdraw(self, version: int) -> None:
         self._release(self.models, range(version, version + 1))
         self.pending.pop(version, None)
-        if self.staged is not None and self.staged.version == version:
+        if self.is_staged(version):
             self.staged = None
 
     def keep(self, models: Iterable[str]) -> Replaced:

@@ -98,8 +98,7 @@ class Passing:
                         bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
                         downstream.membership.send(peer.route, bye)
             case messages.Drop():
-                staged = downstream.targets.staged
-                if staged is not None and staged.version == message.version:
+                if downstream.targets.is_staged(message.version):
                     downstream.drop()
             case messages.Verify() if message.nonce != session.nonce:
                 downstream.pass_on(message)
@@ -201,8 +200,7 @@ class Passing:
         """What was staged is to be applied, below, too."""
         slabs = {model_id: part.slab for model_id, part in held.parts.items()}
         part = next(iter(held.parts.values()))
-        staged = self._downstream.targets.staged
-        if staged is not None and staged.version == part.version:
+        if self._downstream.targets.is_staged(part.version):
             self._downstream.commit(part.version)
         else:
             self._publish(part.version, slabs, part.metadata, now)
