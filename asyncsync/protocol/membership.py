@@ -46,20 +46,20 @@ PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
 KEPT = 8  # of the latest announcements, who was sent them
 
 
+@dataclass(eq=False)
 class Newcomer:
     """Somebody who wants the place of a worker, as its last HELLO describes it.
 
-    The holder of the place has to answer the PING of the number ``ping``, sent at ``now``. If it is silent, the
-    newcomer is sent a WELCOME, at ``welcomed_at``; None: it waits.
+    The holder of the place has to answer the PING of the number ``ping``. If it is silent, the newcomer is sent a
+    WELCOME, at ``welcomed_at``; None: it waits.
     """
 
-    def __init__(self, holder: Peer, peer: Peer, now: float) -> None:
-        self.holder = holder
-        self.peer = peer
-        self.ping = holder.ping_seq
-        self.welcomed_at: float | None = None
-        self._patience = PATIENCE
-        self._checked = now
+    holder: Peer
+    peer: Peer
+    ping: int
+    _checked: float
+    _patience: float = PATIENCE
+    welcomed_at: float | None = None
 
     def outwaits(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
@@ -217,7 +217,7 @@ class Membership:
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is None:
             self.ping(holder, now)
-            newcomer = self._newcomers[holder.worker] = Newcomer(holder, peer, now)
+            newcomer = self._newcomers[holder.worker] = Newcomer(holder, peer, holder.ping_seq, now)
         elif newcomer.peer.nonce == peer.nonce and peer.hello.attempt <= newcomer.peer.hello.attempt:
             return
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
@@ -333,17 +333,13 @@ class Membership:
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 
-    def lose(self, worker: int, nonce: bytes, reason: str, now: float) -> tuple[bool, Newcomer | None]:
-        """The worker has left, or will not be waited for. Returns whether it was there, and who wants its place."""
-        peer = self.peers.get(worker)
-        if peer is None or peer.nonce != nonce or peer.lost:
-            return False, None
-        peer.lost = reason
-        peer.lost_at, peer.lost_since = self._targets.version, now
+    def lose(self, peer: Peer, reason: str, now: float) -> Newcomer | None:
+        """A worker that was there has left, or will not be waited for. Returns who wants its place."""
+        peer.lose(reason, self._targets.version, now)
         peer.ready = False
         peer.end_transfer()
         self.routes.pop(peer.route, None)
-        return True, self._newcomers.pop(worker, None)
+        return self._newcomers.pop(peer.worker, None)
 
     def unreachable(self, route: bytes, now: float) -> Peer | None:
         """A send found no connection. It may come back; a remote peer that stays away, which is returned, is lost."""

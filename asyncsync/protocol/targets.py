@@ -105,6 +105,10 @@ class Peer:
         self.pong_seq = self.ping_seq
         self.last_seen = now
 
+    def lose(self, reason: str, version: int, now: float) -> None:
+        """It is lost, when this version was the last one."""
+        self.lost, self.lost_at, self.lost_since = reason, version, now
+
     def end_transfer(self) -> None:
         if self.transfer is not None:
             self.transfer.release()
@@ -178,9 +182,7 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            for ready in (self.staged, self.held, self.taken):
-                if ready.get(model_id, 0) <= version:
-                    ready.pop(model_id, None)
+            self._outgrow(model_id, version)
         if self.failed:
             self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
         if self.transfer is None:
@@ -193,14 +195,18 @@ class Peer:
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
         """These versions could not be applied, or not be got ready for their commit."""
         for model_id, version in versions.items():
-            for ready in (self.staged, self.held, self.taken):
-                if ready.get(model_id, 0) <= version:
-                    ready.pop(model_id, None)
+            self._outgrow(model_id, version)
             if version > self.applied.get(model_id, 0):
                 # Of each model, no more than the target and what is staged can matter.
                 for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
                     del self.failed[model_id, older]
                 self.failed[model_id, version] = error
+
+    def _outgrow(self, model_id: str, version: int) -> None:
+        """No version up to this one is ready any more."""
+        for ready in (self.staged, self.held, self.taken):
+            if ready.get(model_id, 0) <= version:
+                ready.pop(model_id, None)
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         applied = self.applied

@@ -410,12 +410,14 @@ class Trainer:
 
     def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
         """The worker has left, or will not be waited for. Its leases end when it reports so, or with its process."""
-        was_there, newcomer = self.membership.lose(worker, nonce, reason, now)
-        if was_there:
-            self._recheck([worker])
-            self.touched.add(worker)
-            self.behind.lose(self.peers[worker], now)
-            self._take_in_reported()
+        peer = self.peers.get(worker)
+        if peer is None or peer.nonce != nonce or peer.lost:
+            return
+        newcomer = self.membership.lose(peer, reason, now)
+        self._recheck([worker])
+        self.touched.add(worker)
+        self.behind.lose(peer, now)
+        self._take_in_reported()
         if newcomer is not None:
             self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
 
@@ -696,8 +698,8 @@ class Trainer:
     def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
         """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
-        if last.leases:
-            self.leases.lease(peer, last.serial, peer.transfer.leased)
+        if last.leased:
+            self.leases.lease(peer, last.serial, {model_id: parts[model_id] for model_id in last.leased})
         if self.membership.fanout_port:
             self.fanout.started(peer, last.serial)
         peer.serial = last.serial

@@ -18,7 +18,7 @@ from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.targets import Peer, Replaced
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import IncomingUpdate
-from asyncsync.protocol.worker import Worker
+from asyncsync.protocol.worker import Relaying, Worker
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -57,7 +57,7 @@ class RelaySlots(Carrier):
         self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
-class Passing:
+class Passing(Relaying):
     """Passes on what a worker, ``upstream``, receives to the workers of ``downstream``.
 
     Args:

@@ -158,7 +158,7 @@ MUTATIONS = {
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leases:", "if False:")],
+    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leased:", "if False:")],
     "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
@@ -218,7 +218,7 @@ MUTATIONS = {
     ],
     "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(taken)", "pass")],
     "an older update reaches the models of what is taken": [
-        (StagedUpdates, "take", "older.leave_out(taken.parts)", "pass")
+        (StagedUpdates, "take", "self._leave_out(older, taken.parts.keys())", "pass")
     ],
     "the version before what is taken is not kept": [(Worker, "take", "slab.retain()) for", "slab) for")],
     "PONG does not show what is taken": [(Worker, "_ready_versions", "self.taken is None", "True")],
