@@ -115,14 +115,14 @@ class Membership:
         """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
         if self.num_workers is not None:
             return list(range(self.num_workers))
-        return [p.worker for p in self._workers() if not p.lost]
+        return [p.worker for p in self.workers() if not p.lost]
 
     def eligible(self, models: Collection[str]) -> list[int]:
         """Those of them that have one of these models, or may come with it."""
-        without = {p.worker for p in self._workers() if p.hello.have.keys().isdisjoint(models)}
+        without = {p.worker for p in self.workers() if p.hello.have.keys().isdisjoint(models)}
         return [worker for worker in self.expected() if worker not in without]
 
-    def _workers(self) -> Iterator[Peer]:
+    def workers(self) -> Iterator[Peer]:
         """Those that are there, or have been; not relays and guests."""
         for peer in self.peers.values():
             if peer.is_worker:
@@ -425,15 +425,15 @@ class Progress:
         """The workers whose target is this version or newer, or was, before it was rejected."""
         if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
             return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
-        there = {w for w, peer in self._membership.peers.items() if peer.is_worker}
-        everybody = sorted({*self._membership.expected(), *there, *self._membership.behind})
+        known = {peer.worker for peer in self._membership.workers()}
+        everybody = sorted(known.union(self._membership.expected()))
         return [worker for worker in everybody if self._is_targeted(worker, version, models)]
 
     def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
         if not (mine := self._models_of(worker, models)):
             return False
-        newest = [self._targets.newest(worker, m) for m in mine]
-        if any(t is not None and t.version >= version for t in newest):
+        newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
+        if max(newest, default=0) >= version:
             peer = self._membership.find(worker)
             # Of the elastic ones, those that were lost before this version was published are simply gone.
             return self._membership.num_workers is not None or (

@@ -279,7 +279,7 @@ class Targets:
         self.staged: Publication | None = None
         self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
         self.version = self.published = self._carried = 0
-        self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
+        self._rejections: list[tuple[Publication, int, SchemaMismatch]] = []
 
     @property
     def metadata(self) -> bytes:
@@ -375,9 +375,9 @@ class Targets:
         elif not self.rejected(version):
             then()
 
-    def reject(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
+    def reject(self, publication: Publication, worker: int, reason: SchemaMismatch) -> None:
         """A targeted worker has refused: the publication goes to nobody."""
-        self._rejections.append((publication, refusals))
+        self._rejections.append((publication, worker, reason))
         del self._rejections[:-KEPT_REJECTIONS]
         self._withdraw(publication.version)
 
@@ -415,7 +415,7 @@ class Targets:
     def target(self, worker: int, model_id: str) -> Target | None:
         model = self.models.get(model_id)
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
-        return None if model is None else model.current.get(worker) or model.common
+        return None if model is None else model.current.get(worker) or model.current.get(None)
 
     def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
@@ -451,8 +451,10 @@ class Targets:
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted; what is staged does not count."""
-        upcoming = self.upcoming(worker, model_id) if self.pending else ()
-        return next((t for t in reversed(upcoming) if not t.publication.stages), self.target(worker, model_id))
+        for target in reversed(self.upcoming(worker, model_id) if self.pending else ()):
+            if not target.publication.stages:
+                return target
+        return self.target(worker, model_id)
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
@@ -530,19 +532,18 @@ class Targets:
 
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this version of these models, or what has replaced it, will not come to this worker."""
-        for publication, refusals in reversed(self._rejections):
+        for publication, refuser, reason in reversed(self._rejections):
             if not publication.first <= version <= publication.version or publication.models.isdisjoint(models):
                 continue
             if publication.workers is None or worker in publication.workers:
-                if worker in refusals:
-                    return refusals[worker]
-                others = ", ".join(f"worker {w}" for w in sorted(refusals))
-                text = f"version {publication.version} was sent to no worker, because {others} cannot take it"
+                if worker == refuser:
+                    return reason
+                text = f"version {publication.version} was sent to no worker, because worker {refuser} cannot take it"
                 return SchemaMismatch(text)
         return None
 
     def rejected(self, version: int) -> frozenset[str]:
-        return next((p.models for p, _ in reversed(self._rejections) if p.version == version), frozenset())
+        return next((p.models for p, *_ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
         """Another trainer's versions follow, which is to publish everything anew."""

@@ -338,7 +338,7 @@ class Trainer:
         for publication in list(self.targets.pending.values()):
             reason = self.targets.objection(peer, publication) if peer.worker in publication.awaiting else None
             if reason is not None:
-                self.targets.reject(publication, {peer.worker: reason})
+                self.targets.reject(publication, peer.worker, reason)
         for other in self.peers.values():
             self._show_layouts(other)
         self._recheck([peer.worker])

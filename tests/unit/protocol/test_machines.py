@@ -245,7 +245,7 @@ NOTICED = {
     "an older update reaches the models of what is taken": 2340,
     "messages of other trainers are taken": 3661,
     "the fast path goes on with what it has written, and not who has it": 2009,
-    "the pages of two incarnations make one answer": 40253,
+    "the pages of two incarnations make one answer": 42714,
     "PONG does not show what is held": 1233,
     "PONG does not show what is taken": 1802,
     "bytes behind a gap count as if there were none": 698,
