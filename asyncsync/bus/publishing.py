@@ -420,7 +420,7 @@ class Publishing(Link):
         pool, machine = transport.pool or self.pool, self.machine
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
-        target = None if model is None else model.common.current
+        target = None if model is None else model.common
         if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
             return False  # a message with a key is checked before it counts, the general way
         if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Session:
     identity: Identity
     _settings: Settings
     _models: Mapping[str, Binding]
-    _role: str
+    role: str
     _memory: Memory
     outbox: deque[Instruction] = field(default_factory=deque)
     epoch: Epoch | None = None
@@ -117,11 +117,11 @@ class Session:
         self._next_hello = now + self._hello_delay
         self._hello_delay = min(2 * self._hello_delay, self._settings.retry_interval)
         have = {m: versions.get(m, 0) for m in self._models}
-        if len(self._models) == 1 and self._role == "worker":
+        if len(self._models) == 1 and self.role == "worker":
             have[""] = next(iter(have.values()))
         me = self.identity
         who = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
-        self.send(messages.Hello(*who, self.epoch, have, self._role, codecs_here(), serial, takes))
+        self.send(messages.Hello(*who, self.epoch, have, self.role, codecs_here(), serial, takes))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
@@ -133,7 +133,7 @@ class Session:
             raise ProtocolError("a WELCOME that answers another HELLO")
         if self.epoch is not None and welcome.epoch < self.epoch:
             raise ProtocolError("a WELCOME from an older trainer")
-        has_one = len(self._models) == 1 and self._role == "worker"  # the others have the trainer's models
+        has_one = len(self._models) == 1 and self.role == "worker"  # the others have the trainer's models
         nameless = "" in welcome.models and "" not in self._models and has_one
         alias = next(iter(self._models)) if nameless else ""
         frames = iter(payload)
@@ -375,10 +375,7 @@ class StagedUpdates(list[Staging]):
         taken = self.newest(model_id)
         assert taken is not None
         for older in self[: self.index(taken)]:
-            if not older.parts.keys() <= taken.parts.keys():
-                older.leave_out(taken.parts)
-            elif older.abandon():
-                self.remove(older)
+            self._leave_out(older, taken.parts.keys())
         self.remove(taken)
         return taken
 
@@ -389,10 +386,13 @@ class StagedUpdates(list[Staging]):
     def leave_out(self, model_id: str) -> None:
         """A model takes part no more: only what the gate has begun with still goes there."""
         for one in self.copy():
-            if one.parts.keys() != {model_id}:
-                one.leave_out([model_id])
-            elif one.abandon():
-                self.remove(one)
+            self._leave_out(one, {model_id})
+
+    def _leave_out(self, one: Staging, models: Set[str]) -> None:
+        if not one.parts.keys() <= models:
+            one.leave_out(models)
+        elif one.abandon():
+            self.remove(one)
 
     def slab(self, epoch: Epoch | None, model_id: str, version: int) -> Slab | None:
         """That of this version of a model; None: it is not staged."""

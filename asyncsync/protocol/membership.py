@@ -46,20 +46,20 @@ PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
 KEPT = 8  # of the latest announcements, who was sent them
 
 
+@dataclass(eq=False)
 class Newcomer:
     """Somebody who wants the place of a worker, as its last HELLO describes it.
 
-    The holder of the place has to answer the PING of the number ``ping``, sent at ``now``. If it is silent, the
-    newcomer is sent a WELCOME, at ``welcomed_at``; None: it waits.
+    The holder of the place has to answer the PING of the number ``ping``. If it is silent, the newcomer is sent a
+    WELCOME, at ``welcomed_at``; None: it waits.
     """
 
-    def __init__(self, holder: Peer, peer: Peer, now: float) -> None:
-        self.holder = holder
-        self.peer = peer
-        self.ping = holder.ping_seq
-        self.welcomed_at: float | None = None
-        self._patience = PATIENCE
-        self._checked = now
+    holder: Peer
+    peer: Peer
+    ping: int
+    _checked: float
+    _patience: float = PATIENCE
+    welcomed_at: float | None = None
 
     def outwaits(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
@@ -115,14 +115,14 @@ class Membership:
         """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
         if self.num_workers is not None:
             return list(range(self.num_workers))
-        return [p.worker for p in self._workers() if not p.lost]
+        return [p.worker for p in self.workers() if not p.lost]
 
     def eligible(self, models: Collection[str]) -> list[int]:
         """Those of them that have one of these models, or may come with it."""
-        without = {p.worker for p in self._workers() if p.hello.have.keys().isdisjoint(models)}
+        without = {p.worker for p in self.workers() if p.hello.have.keys().isdisjoint(models)}
         return [worker for worker in self.expected() if worker not in without]
 
-    def _workers(self) -> Iterator[Peer]:
+    def workers(self) -> Iterator[Peer]:
         """Those that are there, or have been; not relays and guests."""
         for peer in self.peers.values():
             if peer.is_worker:
@@ -217,7 +217,7 @@ class Membership:
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is None:
             self.ping(holder, now)
-            newcomer = self._newcomers[holder.worker] = Newcomer(holder, peer, now)
+            newcomer = self._newcomers[holder.worker] = Newcomer(holder, peer, holder.ping_seq, now)
         elif newcomer.peer.nonce == peer.nonce and peer.hello.attempt <= newcomer.peer.hello.attempt:
             return
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
@@ -333,17 +333,13 @@ class Membership:
 
     # -- liveness ---------------------------------------------------------------------------------------------------
 
-    def lose(self, worker: int, nonce: bytes, reason: str, now: float) -> tuple[bool, Newcomer | None]:
-        """The worker has left, or will not be waited for. Returns whether it was there, and who wants its place."""
-        peer = self.peers.get(worker)
-        if peer is None or peer.nonce != nonce or peer.lost:
-            return False, None
-        peer.lost = reason
-        peer.lost_at, peer.lost_since = self._targets.version, now
+    def lose(self, peer: Peer, reason: str, now: float) -> Newcomer | None:
+        """A worker that was there has left, or will not be waited for. Returns who wants its place."""
+        peer.lose(reason, self._targets.version, now)
         peer.ready = False
         peer.end_transfer()
         self.routes.pop(peer.route, None)
-        return True, self._newcomers.pop(worker, None)
+        return self._newcomers.pop(peer.worker, None)
 
     def unreachable(self, route: bytes, now: float) -> Peer | None:
         """A send found no connection. It may come back; a remote peer that stays away, which is returned, is lost."""
@@ -429,15 +425,15 @@ class Progress:
         """The workers whose target is this version or newer, or was, before it was rejected."""
         if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
             return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
-        there = {w for w, peer in self._membership.peers.items() if peer.is_worker}
-        everybody = sorted({*self._membership.expected(), *there, *self._membership.behind})
+        known = {peer.worker for peer in self._membership.workers()}
+        everybody = sorted(known.union(self._membership.expected()))
         return [worker for worker in everybody if self._is_targeted(worker, version, models)]
 
     def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
         if not (mine := self._models_of(worker, models)):
             return False
-        newest = [self._targets.newest(worker, m) for m in mine]
-        if any(t is not None and t.version >= version for t in newest):
+        newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
+        if max(newest, default=0) >= version:
             peer = self._membership.find(worker)
             # Of the elastic ones, those that were lost before this version was published are simply gone.
             return self._membership.num_workers is not None or (
@@ -451,10 +447,9 @@ class Progress:
         """Who has applied this version or a newer one, or also has it ready if ``staged``; who cannot; who has still to
         answer."""
         models = None if models is None else list(models)
-        answer_of = self._answer_staged if staged else self._answer
         result = Outcome()
         for worker in workers:
-            answer = answer_of(worker, version, models)
+            answer = self._answer(worker, version, models, staged=staged)
             if answer is None:
                 result.waiting.add(worker)
             elif isinstance(answer, int):
@@ -474,7 +469,7 @@ class Progress:
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: no worker may. ``first``: the one
         that is looked at before all others."""
-        if self._targets.staged is not None and self._targets.staged.version == version:
+        if self._targets.is_staged(version):
             return next(iter(self.to_stage(version, models)), None)
         if (
             first is not None
@@ -489,15 +484,22 @@ class Progress:
         """True while this worker may still come to hold this version; the short form of :meth:`of`."""
         return self._answer(worker, version, models) is None
 
-    def _answer(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
-        """Which version this worker holds of these models, if it is not older; or why it will not; None: it may."""
+    def _answer(
+        self, worker: int, version: int, models: list[str] | None, *, staged: bool = False
+    ) -> int | Exception | None:
+        """Which version this worker holds of these models, or has ready if ``staged``, if it is not older; or why it
+        will not; None: it may."""
         peer = self._membership.find(worker)
-        if peer is not None and models and peer.has(version, models):
+        if not staged and peer is not None and models and peer.has(version, models):
             return min(peer.applied[m] for m in models)
         mine = self._models_of(worker, models)
-        newest = {m: self._targets.newest(worker, m) for m in mine}
-        targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
-        if not targets:
+        waits_for_commit = staged and self._targets.is_staged(version)
+        if waits_for_commit:
+            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(worker, None)}
+        else:
+            found = {m: self._targets.newest(worker, m) for m in mine}
+        targets = {m: t for m, t in found.items() if t is not None and t.version >= version}
+        if not targets and not waits_for_commit:
             if (rejection := self._targets.rejection(worker, version, mine)) is not None:
                 return rejection
             if peer is not None and (done := [v for m in mine if (v := peer.applied.get(m, 0)) >= version]):
@@ -507,33 +509,14 @@ class Progress:
             return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
-        applied = {m: peer.applied.get(m, 0) for m in targets}
-        if all(v >= version for v in applied.values()):
-            return min(applied.values())
+        has = {m: max(peer.ahead(m), peer.held.get(m, 0)) if staged else peer.applied.get(m, 0) for m in targets}
+        if has and all(v >= version for v in has.values()):
+            return min(has.values())
         for m, target in targets.items():
-            if applied[m] < version:
+            if has[m] < version:
                 error = self.refusal(peer, target) or self._failure(peer, m, target.version)
                 if error is not None:
                     return error
-        return self._loss(worker, peer.lost)
-
-    def _answer_staged(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
-        peer, staged = self._membership.find(worker), self._targets.staged
-        if staged is None or staged.version != version:
-            mine = [] if peer is None else self._models_of(worker, models)
-            newest = [m for m in mine if (t := self._targets.newest(worker, m)) is not None and t.version >= version]
-            if peer is not None and newest and all(peer.ahead(m) >= version for m in newest):
-                return min(peer.ahead(m) for m in newest)
-            return self._answer(worker, version, models)
-        if peer is None:
-            return self._loss(worker, self._membership.gone.get(worker))
-        parts = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}
-        if parts and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in parts):
-            return version
-        for m, target in parts.items():
-            error = peer.refused.get((m, target.slab.layout.digest)) or self._failure(peer, m, version)
-            if error is not None:
-                return error
         return self._loss(worker, peer.lost)
 
     def _loss(self, worker: int, reason: str | None) -> PeerLost | None:
@@ -548,8 +531,10 @@ class Progress:
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why this target will not come: its models come together, and one of them was refused."""
+        targets = self._targets
+        find = targets.staged_for if target.publication is targets.staged else targets.newest
         for model_id in target.publication.models:
-            sibling = self._targets.newest(peer.worker, model_id)
+            sibling = find(peer.worker, model_id)
             if sibling is None or sibling.publication is not target.publication:
                 continue
             if (refusal := peer.refused.get((model_id, sibling.slab.layout.digest))) is not None:
@@ -680,8 +665,8 @@ class FanOut:
         if pushed.sent == pushed.total or not credits:
             self.end()
 
-    def abandon(self, version: int | None) -> None:
-        """Push nothing more of this version, which will never be complete."""
+    def abandon(self, version: int) -> None:
+        """Push nothing more of this version, which nobody is to get."""
         if self._pushed is not None and version in self._pushed.versions.values():
             self.end()
 

@@ -16,7 +16,6 @@ comes to it, in whatever order; and an old report that arrives late means nothin
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -106,6 +105,10 @@ class Peer:
         self.pong_seq = self.ping_seq
         self.last_seen = now
 
+    def lose(self, reason: str, version: int, now: float) -> None:
+        """It is lost, when this version was the last one."""
+        self.lost, self.lost_at, self.lost_since = reason, version, now
+
     def end_transfer(self) -> None:
         if self.transfer is not None:
             self.transfer.release()
@@ -179,9 +182,7 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            for ready in (self.staged, self.held, self.taken):
-                if ready.get(model_id, 0) <= version:
-                    ready.pop(model_id, None)
+            self._outgrow(model_id, version)
         if self.failed:
             self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
         if self.transfer is None:
@@ -194,14 +195,18 @@ class Peer:
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
         """These versions could not be applied, or not be got ready for their commit."""
         for model_id, version in versions.items():
-            for ready in (self.staged, self.held, self.taken):
-                if ready.get(model_id, 0) <= version:
-                    ready.pop(model_id, None)
+            self._outgrow(model_id, version)
             if version > self.applied.get(model_id, 0):
                 # Of each model, no more than the target and what is staged can matter.
                 for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
                     del self.failed[model_id, older]
                 self.failed[model_id, version] = error
+
+    def _outgrow(self, model_id: str, version: int) -> None:
+        """No version up to this one is ready any more."""
+        for ready in (self.staged, self.held, self.taken):
+            if ready.get(model_id, 0) <= version:
+                ready.pop(model_id, None)
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         applied = self.applied
@@ -218,9 +223,10 @@ class Peer:
 @dataclass(slots=True, eq=False)
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
-    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``first``:
-    the oldest version that it has replaced before that was accepted. ``then``: called when it becomes the target.
-    ``stages``: it does so when it is committed, not when it is accepted."""
+    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``stages``:
+    it becomes the target when it is committed, not when it is accepted. ``first``: the oldest version that it has
+    replaced before that was accepted. ``then``: called when it becomes the target. Until then ``targets`` has what it
+    brings to each model, without what something newer has replaced."""
 
     version: int
     models: frozenset[str]
@@ -228,10 +234,11 @@ class Publication:
     workers: frozenset[int] | None
     deadline: float
     metadata: bytes = b""
+    stages: bool = False
     awaiting: set[int] = field(default_factory=set)
     first: int = 0
     then: Callable[[], object] | None = None
-    stages: bool = False
+    targets: dict[str, ByWorker] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,44 +248,21 @@ class Target:
     publication: Publication
 
 
+ByWorker = dict[int | None, Target]
+"""One model's targets, each with one reference to its slab: those of single workers, and (None) everybody's."""
 Replaced = list[tuple[str, int | None, Target]]
 """Targets that a publication may replace: model, worker (None: everybody's), target."""
 
 
 @dataclass(slots=True)
-class _Slot:
-    current: Target | None = None
-    pending: list[Target] = field(default_factory=list)  # oldest first, and what is staged
-
-    @property
-    def targets(self) -> list[Target]:
-        """All of them: the current one, and those that may follow."""
-        return self.pending if self.current is None else [self.current, *self.pending]
-
-    def drop(self, low: float = 0, high: float = math.inf) -> None:
-        """Release the targets of these versions, from ``low`` on, below ``high``."""
-        for target in self.targets:
-            if low <= target.version < high:
-                target.slab.release()
-        self.pending = [target for target in self.pending if not low <= target.version < high]
-        if self.current is not None and low <= self.current.version < high:
-            self.current = None
-
-
-@dataclass(slots=True)
 class Model:
-    common: _Slot = field(default_factory=_Slot)
-    own: dict[int, _Slot] = field(default_factory=dict)
+    current: ByWorker = field(default_factory=dict)
     # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
     assembled: bool = False
 
-    def slot(self, worker: int | None) -> _Slot:
-        """Everybody's (None), or that of one worker."""
-        return self.common if worker is None else self.own.setdefault(worker, _Slot())
-
-    def forget_empty(self) -> None:
-        if self.own:
-            self.own = {worker: slot for worker, slot in self.own.items() if slot.targets}
+    @property
+    def common(self) -> Target | None:
+        return self.current.get(None)
 
 
 class Targets:
@@ -295,15 +279,13 @@ class Targets:
         self.staged: Publication | None = None
         self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
         self.version = self.published = self._carried = 0
-        self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
+        self._rejections: list[tuple[Publication, int, SchemaMismatch]] = []
 
     @property
     def metadata(self) -> bytes:
         """Of the version :attr:`published`; empty, too, if that was for one worker, which has been forgotten."""
-        for slot in self.slots():
-            if slot.current is not None and slot.current.version == self.published:
-                return slot.current.publication.metadata
-        return b""
+        current = (target for model in self.models.values() for target in model.current.values())
+        return next((t.publication.metadata for t in current if t.version == self.published), b"")
 
     def carry_on(self, version: int) -> None:
         self.version = self.published = self._carried = version
@@ -331,7 +313,7 @@ class Targets:
             else:
                 entries += [(model_id, worker, slabs) for worker in ([None] if whom is None else whom)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
-        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, first=version)
+        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, first=version)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
                 # The same layouts for the same workers: whoever is silent has been so since then.
@@ -339,11 +321,11 @@ class Targets:
                 publication.first = min(publication.first, older.first)
                 self._withdraw(older.version)
         for model_id, worker, slab in entries:
-            slot = self.models.setdefault(model_id, Model()).slot(worker)
-            slot.pending.append(Target(version, slab.retain(), publication))
-        self.pending[publication.version] = publication
+            self.models.setdefault(model_id, Model())
+            publication.targets.setdefault(model_id, {})[worker] = Target(version, slab.retain(), publication)
+        self.pending[version] = publication
         if stages:
-            publication.stages, self.staged = True, publication
+            self.staged = publication
         return publication
 
     def commit(self, publication: Publication) -> None:
@@ -352,32 +334,22 @@ class Targets:
         if publication.stages:
             return
         self.published = max(self.published, publication.version)
-        for model_id in publication.models:
+        for model_id, targets in publication.targets.items():
             model = self.models[model_id]
             # Once everybody was waited for, nobody who is absent holds up a publication again.
             model.assembled = model.assembled or publication.workers is None
-            before = model.common.current if self.keeps_bases else None
-            if before is not None:
-                before.slab.retain()
-            for slot in (model.common, *model.own.values()):
-                target = next((one for one in slot.pending if one.publication is publication), None)
-                if target is not None:
-                    slot.drop(high=target.version)
-                    slot.pending.remove(target)
-                    slot.current = target
-            common = model.common.current
-            if before is not None:
-                if common is not None and common is not before:
-                    before.slab.stand_alone()  # it keeps nothing that is older
-                    common.slab.follow(before.version, before.slab)
-                before.slab.release()
-            if common is not None and common.publication is publication:
-                # What is meant for everybody replaces what was meant for one.
-                for slot in model.own.values():
-                    slot.drop(high=publication.version)
-                model.forget_empty()
+            before, common = model.common, targets.get(None)
+            if self.keeps_bases and before is not None and common is not None:
+                before.slab.stand_alone()  # it keeps nothing that is older
+                common.slab.follow(before.version, before.slab)
+            self._release([model_id], range(publication.version), targets)
+            model.current |= targets
+        publication.targets = {}
         if publication.then is not None:
             publication.then()
+
+    def is_staged(self, version: int) -> bool:
+        return self.staged is not None and self.staged.version == version
 
     def apply_staged(self) -> None:
         """What is staged becomes the target, or does so when it is accepted."""
@@ -398,36 +370,31 @@ class Targets:
 
     def when_agreed(self, version: int, then: Callable[[], object]) -> None:
         """Call this when a published or staged version becomes the target: at once, if it has been; never, if not."""
-        staged = self.staged if self.staged is not None and self.staged.version == version else None
-        if (publication := self.pending.get(version, staged)) is not None:
+        if (publication := self.pending.get(version, self.staged if self.is_staged(version) else None)) is not None:
             publication.then = then
         elif not self.rejected(version):
             then()
 
-    def reject(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
+    def reject(self, publication: Publication, worker: int, reason: SchemaMismatch) -> None:
         """A targeted worker has refused: the publication goes to nobody."""
-        self._rejections.append((publication, refusals))
+        self._rejections.append((publication, worker, reason))
         del self._rejections[:-KEPT_REJECTIONS]
         self._withdraw(publication.version)
 
     def _withdraw(self, version: int) -> None:
+        self._release(self.models, range(version, version + 1))
         self.pending.pop(version, None)
-        if self.staged is not None and self.staged.version == version:
+        if self.is_staged(version):
             self.staged = None
-        for slot in self.slots():
-            slot.drop(version, version + 1)
-        for model in self.models.values():
-            model.forget_empty()
 
     def keep(self, models: Iterable[str]) -> Replaced:
         """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
         replaced: Replaced = []
         for model_id in models:
             if (model := self.models.get(model_id)) is not None:
-                for worker, slot in ((None, model.common), *model.own.items()):
-                    if slot.current is not None:
-                        slot.current.slab.retain()
-                        replaced.append((model_id, worker, slot.current))
+                for worker, target in model.current.items():
+                    target.slab.retain()
+                    replaced.append((model_id, worker, target))
         return replaced
 
     def forget(self, replaced: Replaced) -> None:
@@ -440,39 +407,35 @@ class Targets:
         if version is not None:
             self._withdraw(version)
         for model_id, worker, target in replaced:
-            slot = self.models[model_id].slot(worker)
-            if slot.current is None:
-                slot.current = target
-            else:
+            if self.models[model_id].current.setdefault(worker, target) is not target:
                 target.slab.release()
-        current = [slot.current.version for slot in self.slots() if slot.current is not None]
+        current = [target.version for model in self.models.values() for target in model.current.values()]
         self.published = max(self._carried, *current, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
         model = self.models.get(model_id)
-        if model is None:
-            return None
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
-        own = model.own.get(worker)
-        return model.common.current if own is None or own.current is None else own.current
+        return None if model is None else model.current.get(worker) or model.current.get(None)
 
     def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
         for model_id in models:
             model = self.models.get(model_id)
-            if model is None or model.own or model.common.current is None or model.common.current.version < version:
+            if model is None or model.common is None or model.common.version < version or len(model.current) > 1:
                 return False
         return True
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones, and what is staged."""
-        model = self.models.get(model_id)
-        if model is None:
-            return []
         now = self.target(worker, model_id)
-        slots = [model.common, *([model.own[worker]] if worker in model.own else [])]
-        found = (t for slot in slots for t in slot.pending if now is None or t.version > now.version)
-        return sorted(found, key=lambda target: target.version)
+        coming = (publication.targets.get(model_id, {}) for publication in self._coming())
+        found = (targets.get(worker) or targets.get(None) for targets in coming)
+        return [t for t in found if t is not None and (now is None or t.version > now.version)]
+
+    def _coming(self) -> list[Publication]:
+        """What is pending or staged, oldest first."""
+        staged = {} if self.staged is None else {self.staged.version: self.staged}
+        return [publication for _, publication in sorted((self.pending | staged).items())]
 
     def staged_for(self, worker: int, model_id: str) -> Target | None:
         """What is staged for this worker, and accepted; None: nothing."""
@@ -488,8 +451,10 @@ class Targets:
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted; what is staged does not count."""
-        upcoming = self.upcoming(worker, model_id) if self.pending else ()
-        return next((t for t in reversed(upcoming) if not t.publication.stages), self.target(worker, model_id))
+        for target in reversed(self.upcoming(worker, model_id) if self.pending else ()):
+            if not target.publication.stages:
+                return target
+        return self.target(worker, model_id)
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
@@ -567,19 +532,18 @@ class Targets:
 
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this version of these models, or what has replaced it, will not come to this worker."""
-        for publication, refusals in reversed(self._rejections):
+        for publication, refuser, reason in reversed(self._rejections):
             if not publication.first <= version <= publication.version or publication.models.isdisjoint(models):
                 continue
             if publication.workers is None or worker in publication.workers:
-                if worker in refusals:
-                    return refusals[worker]
-                others = ", ".join(f"worker {w}" for w in sorted(refusals))
-                text = f"version {publication.version} was sent to no worker, because {others} cannot take it"
+                if worker == refuser:
+                    return reason
+                text = f"version {publication.version} was sent to no worker, because worker {refuser} cannot take it"
                 return SchemaMismatch(text)
         return None
 
     def rejected(self, version: int) -> frozenset[str]:
-        return next((p.models for p, _ in reversed(self._rejections) if p.version == version), frozenset())
+        return next((p.models for p, *_ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
         """Another trainer's versions follow, which is to publish everything anew."""
@@ -590,23 +554,30 @@ class Targets:
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:
-        for model in self.models.values():
-            if (slot := model.own.pop(worker, None)) is not None:
-                slot.drop()
+        self._release(self.models, range(self.version + 1), [worker])
 
     def slabs(self) -> list[Slab]:
-        """Of all targets, present and pending, and the bases that they keep."""
-        slabs = [target.slab for slot in self.slots() for target in slot.targets]
+        """Of all targets, present and coming, and the bases that they keep."""
+        slabs = [target.slab for targets in self._all_of(self.models) for target in targets.values()]
         return slabs + [slab.base[1] for slab in slabs if slab.base is not None]
 
-    def slots(self) -> Iterator[_Slot]:
-        for model in self.models.values():
-            yield model.common
-            yield from model.own.values()
+    def _all_of(self, models: Collection[str]) -> Iterator[ByWorker]:
+        """The present and the coming targets of these models."""
+        for model_id in models:
+            yield self.models[model_id].current
+            yield from (p.targets[model_id] for p in self._coming() if model_id in p.targets)
+
+    def _release(self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)) -> None:
+        """Drop the targets of these versions, those of these workers; of all workers, if everybody's (None) is among
+        them."""
+        for targets in self._all_of(models):
+            for worker in [
+                w for w, t in targets.items() if t.version in versions and (None in workers or w in workers)
+            ]:
+                targets.pop(worker).slab.release()
 
     def close(self) -> None:
-        for slot in self.slots():
-            slot.drop()
+        self._release(self.models, range(self.version + 1))
         self.pending.clear()
 
 

@@ -148,7 +148,7 @@ class Trainer:
         return "it was published" if self.published == version else "nothing is"
 
     def check_staged(self, version: int) -> None:
-        if self.targets.staged is None or self.targets.staged.version != version:
+        if not self.targets.is_staged(version):
             raise ValueError(f"version {version} is not staged: {self._instead(version)}")
 
     def check_issued(self, version: int) -> None:
@@ -159,9 +159,8 @@ class Trainer:
     def drop(self) -> None:
         """The staged version, if there is one, goes to nobody."""
         if version := self.targets.drop_staged():
+            self._end_transfers(version)
             for peer in self.peers.values():
-                if peer.transfer is not None and version in peer.transfer.versions.values():
-                    peer.end_transfer()
                 self._drop_at(peer, version)
 
     def _drop_at(self, peer: Peer, version: int) -> None:
@@ -181,11 +180,16 @@ class Trainer:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
         ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
+        if version is not None:
+            self._end_transfers(version)
+        self._pump()
+
+    def _end_transfers(self, version: int) -> None:
+        """Send nothing more of this version."""
         self.fanout.abandon(version)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
-            self._pump(peer)
 
     def assemble(self, model_id: str) -> None:
         """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
@@ -322,7 +326,7 @@ class Trainer:
             peer.refused.pop(layout, None)
         peer.unanswered_welcomes = max(0, peer.unanswered_welcomes - 1)
         self._show_layouts(peer, again=peer.lacks_welcome)
-        self._recheck(peer.worker)
+        self._recheck([peer.worker])
         self._pump(peer)
 
     def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
@@ -334,10 +338,10 @@ class Trainer:
         for publication in list(self.targets.pending.values()):
             reason = self.targets.objection(peer, publication) if peer.worker in publication.awaiting else None
             if reason is not None:
-                self.targets.reject(publication, {peer.worker: reason})
+                self.targets.reject(publication, peer.worker, reason)
         for other in self.peers.values():
             self._show_layouts(other)
-        self._recheck(peer.worker)
+        self._recheck([peer.worker])
         self._pump(peer)
         self.touched.update(self.peers)
 
@@ -406,12 +410,14 @@ class Trainer:
 
     def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
         """The worker has left, or will not be waited for. Its leases end when it reports so, or with its process."""
-        was_there, newcomer = self.membership.lose(worker, nonce, reason, now)
-        if was_there:
-            self._recheck(worker)
-            self.touched.add(worker)
-            self.behind.lose(self.peers[worker], now)
-            self._take_in_reported()
+        peer = self.peers.get(worker)
+        if peer is None or peer.nonce != nonce or peer.lost:
+            return
+        newcomer = self.membership.lose(peer, reason, now)
+        self._recheck([worker])
+        self.touched.add(worker)
+        self.behind.lose(peer, now)
+        self._take_in_reported()
         if newcomer is not None:
             self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
 
@@ -507,8 +513,7 @@ class Trainer:
         """Some workers behind relays have come, have changed, or are lost."""
         changed, self.behind.changed = self.behind.changed, set()
         self.touched |= changed
-        for worker in changed if self.targets.pending else ():
-            self._recheck(worker)
+        self._recheck(changed)
 
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
         """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
@@ -535,12 +540,11 @@ class Trainer:
             )  # fmt: skip
             members.send(peer.route, welcome, layouts)
 
-    def _recheck(self, worker: int) -> None:
+    def _recheck(self, workers: Iterable[int]) -> None:
         for publication in list(self.targets.pending.values()):
-            if worker in publication.awaiting:
-                if not self._is_awaited(worker, publication):
-                    publication.awaiting.discard(worker)
-                self._commit_if_agreed(publication)
+            asked = publication.awaiting.intersection(workers)
+            publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
+            self._commit_if_agreed(publication)
 
     def _commit_if_agreed(self, publication: Publication) -> None:
         if not publication.awaiting and publication.version in self.targets.pending:
@@ -647,7 +651,7 @@ class Trainer:
         if last.apart:
             return None  # some cannot open what its descriptor names
         model = targets.models.get(model_id)
-        current = None if model is None else model.common.current
+        current = None if model is None else model.common
         if model is None or current is None or current.version != targets.version:
             return None  # the last version is pending, staged, another model's, one worker's, or nobody's
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
@@ -677,12 +681,11 @@ class Trainer:
         published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
         acknowledged that, and to those in ``unsent`` it has yet to be announced.
         """
-        version, serial, common = self.targets.version, self.serial, self.targets.models[model_id].common
+        version, serial, current = self.targets.version, self.serial, self.targets.models[model_id].current
         assert self.announcement is not None
-        assert common.current is not None
-        before = common.current.slab
+        before = current[None].slab
         layouts, deadline = frozenset(self.announcement.layouts), now + self.settings.layout_patience
-        common.current = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
+        current[None] = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
         before.release()
         parts, form = {model_id: (version, slab)}, self.announcement.form
         last = self.announcement = Announcement(serial, parts, self.epoch, self.settings, form)
@@ -695,8 +698,8 @@ class Trainer:
     def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
         """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
-        if last.leases:
-            self.leases.lease(peer, last.serial, peer.transfer.leased)
+        if last.leased:
+            self.leases.lease(peer, last.serial, {model_id: parts[model_id] for model_id in last.leased})
         if self.membership.fanout_port:
             self.fanout.started(peer, last.serial)
         peer.serial = last.serial

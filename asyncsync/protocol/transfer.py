@@ -48,6 +48,7 @@ class Announcement:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
         repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
         apart: the models whose bytes travel as chunks, although workers of this host would open them.
+        leased: the models whose bytes are leased to the worker.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -68,7 +69,7 @@ class Announcement:
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
         apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
-        self.leases = any(slab.leased for m, (_, slab) in parts.items() if m not in apart)
+        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in apart]
         self.apart = apart
         if phase == COMMIT:
             self._commit(epoch, parts)
@@ -122,7 +123,7 @@ class Transfer:
     """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
 
     ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
-    what is pushed to all subscribers. ``leased`` are the parts that it opens. ``encodings``: how the bytes of each part
+    what is pushed to all subscribers. ``encodings``: how the bytes of each part
     travel, if they do so as fewer; None where they travel as they are.
     """
 
@@ -131,8 +132,6 @@ class Transfer:
         self.phase = announcement.form[2]
         self.parts = parts
         self.layouts = announcement.layouts
-        apart = announcement.apart
-        self.leased = {m: p for m, p in parts.items() if m not in apart} if apart else parts
         self._slabs = [slab.retain() for _, slab in parts.values()]
         self.after_ping = after_ping
         self.encodings: list[Encoding | None] = []
@@ -159,7 +158,7 @@ class Transfer:
             encoding.leave()
         for slab in self._slabs:
             slab.release()
-        self.parts, self.leased, self._slabs, self.encodings = {}, {}, [], []
+        self.parts, self._slabs, self.encodings = {}, [], []
 
     def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
         """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has

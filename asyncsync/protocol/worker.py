@@ -44,8 +44,9 @@ class FastPath(Protocol):
     def end(self) -> None: ...
 
 
-class Relaying(Protocol):
-    """Passes on to other workers what comes to one, while it comes. To keep an update's slabs takes references."""
+class Relaying:
+    """Passes on to other workers what comes to one, while it comes. To keep an update's slabs takes references. This
+    one passes on nothing."""
 
     def adopted(self, epoch: Epoch) -> None:
         """A new trainer's epoch has begun, from which nothing has come yet."""
@@ -103,8 +104,7 @@ class Worker:
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self._memory = memory or Memory()
-        self._relaying = relaying  # None: nothing is passed on
-        self._takes_all = role != "worker"  # relays and guests
+        self._relaying = relaying or Relaying()
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
         self.holdings = Holdings()
@@ -319,7 +319,7 @@ class Worker:
             finally:
                 if session.epoch != before:
                     self._adopt()
-            if self._takes_all and (new := session.served.keys() - self.models.keys()):
+            if self.session.role != "worker" and (new := session.served.keys() - self.models.keys()):
                 self.models.update({model_id: Binding(None, WeightStrategy()) for model_id in sorted(new)})
                 self._hello(now)
         elif isinstance(instruction, messages.Bye):
@@ -344,10 +344,9 @@ class Worker:
         elif isinstance(instruction, messages.Pong):
             if session.pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
-        elif not isinstance(instruction, messages.Recount) or self._relaying is None:
+        elif not isinstance(instruction, messages.Recount) or self.session.role != "relay":
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
-        if self._relaying is not None:
-            self._relaying.heard(self, instruction, now)
+        self._relaying.heard(self, instruction, now)
         self.last_seen = now
 
     def _on_verify(self, question: Verify) -> None:
@@ -374,9 +373,8 @@ class Worker:
         self.serial, self.failure = 0, None  # it counts its updates afresh
         self.targets = {}
         self.asked, self._answer, self._questions = None, None, 0
-        if self._relaying is not None:
-            assert self.session.epoch is not None
-            self._relaying.adopted(self.session.epoch)
+        assert self.session.epoch is not None
+        self._relaying.adopted(self.session.epoch)
 
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
@@ -420,8 +418,7 @@ class Worker:
             for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
         }
         incoming.pushed = pushed
-        if self._relaying is not None:
-            self._relaying.begun(incoming)
+        self._relaying.begun(incoming)
         for index in sorted(incoming.fetching):
             slab = incoming.slabs[index]
             self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
@@ -442,8 +439,7 @@ class Worker:
             self.targets[model_id] = max(version, self.targets.get(model_id, 0))
         if held is not None and held.versions == versions:
             self.held, held.serial = None, commit.serial
-            if self._relaying is not None:
-                self._relaying.committed(held, now)
+            self._relaying.committed(held, now)
             self.line_up(held)
         elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
             self._report_versions()
@@ -496,8 +492,7 @@ class Worker:
     def _drop(self) -> None:
         update, self.incoming = self.incoming, None
         if update is not None:
-            if self._relaying is not None:
-                self._relaying.ended(update)
+            self._relaying.ended(update)
             for share in self.shares.values():
                 share.release()
             self.shares = {}
@@ -562,8 +557,7 @@ class Worker:
                 update.last_progress = now
                 update.fruitless = 0
                 self.bytes_received += travelled
-                if self._relaying is not None:
-                    self._relaying.written(update)
+                self._relaying.written(update)
         except MemoryError as error:
             self._give_up(error)
             return
@@ -656,8 +650,7 @@ class Worker:
         for share in self.shares.values():
             share.release()
         self.incoming, self.shares = None, {}
-        if self._relaying is not None:
-            self._relaying.ended(update)
+        self._relaying.ended(update)
         holdings = self.holdings
         ready: dict[str, StagedPart] = {}
         waiting, slabs = self._ready_versions(), update.take()
@@ -683,7 +676,7 @@ class Worker:
         elif ready:
             self.line_up(Staging(update.epoch, update.serial, ready))
         else:
-            self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
+            self._report_staged(update)
             self._report_versions()
         return True
 
@@ -692,8 +685,8 @@ class Worker:
         self.staged.line_up(staging)
         self._report_staged(staging)
 
-    def _report_staged(self, staging: Staging) -> None:
-        self.session.send(messages.Staged(staging.epoch, staging.serial, *self._in_use()))
+    def _report_staged(self, update: Staging | IncomingUpdate) -> None:
+        self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
 
     def _fail(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
         self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
@@ -739,7 +732,7 @@ class Worker:
         if at_once and is_whole and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
         else:
-            session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
+            self._report_versions()
 
     def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         session = self.session

@@ -18,7 +18,7 @@ from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.targets import Peer, Replaced
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import IncomingUpdate
-from asyncsync.protocol.worker import Worker
+from asyncsync.protocol.worker import Relaying, Worker
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -57,7 +57,7 @@ class RelaySlots(Carrier):
         self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
-class Passing:
+class Passing(Relaying):
     """Passes on what a worker, ``upstream``, receives to the workers of ``downstream``.
 
     Args:
@@ -98,8 +98,7 @@ class Passing:
                         bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
                         downstream.membership.send(peer.route, bye)
             case messages.Drop():
-                staged = downstream.targets.staged
-                if staged is not None and staged.version == message.version:
+                if downstream.targets.is_staged(message.version):
                     downstream.drop()
             case messages.Verify() if message.nonce != session.nonce:
                 downstream.pass_on(message)
@@ -201,8 +200,7 @@ class Passing:
         """What was staged is to be applied, below, too."""
         slabs = {model_id: part.slab for model_id, part in held.parts.items()}
         part = next(iter(held.parts.values()))
-        staged = self._downstream.targets.staged
-        if staged is not None and staged.version == part.version:
+        if self._downstream.targets.is_staged(part.version):
             self._downstream.commit(part.version)
         else:
             self._publish(part.version, slabs, part.metadata, now)

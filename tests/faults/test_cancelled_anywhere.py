@@ -145,7 +145,7 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
         is_free = link.pool.slabs <= 2
     else:
         caught_up = link.caught_up()
-        targets = {t.slab for slot in caught_up.targets.slots() for t in slot.targets}
+        targets = set(caught_up.targets.slabs())
         lent = {slab for leases in caught_up.leases.of.values() for _, slab in leases.slabs.values()}
         is_free = slots.used == targets | lent and len(slots.used) <= 1 and slots.slabs <= 2
     links = [link, *(r.bus._link for r in receivers)]

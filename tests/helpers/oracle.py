@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from asyncsync.protocol.targets import Target
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.weights.slab import Slab
 from helpers.machines import SHAPES
@@ -29,7 +30,7 @@ class Oracle:
 
     def _check_trainer(self, trainer: TrainerProcess) -> None:
         machine = trainer.machine
-        holders = Counter(_targets_of(machine))
+        holders = Counter(target.slab for target in targets_of(machine))
         targets = len(holders)
         for peer in machine.peers.values():
             if peer.transfer is not None:
@@ -214,7 +215,7 @@ def digest_of(number: int) -> bytes:
     return b"%016d" % number
 
 
-def _targets_of(machine: Trainer) -> Iterator[Slab]:
-    for slot in machine.targets.slots():
-        for target in slot.targets:
-            yield target.slab
+def targets_of(machine: Trainer) -> Iterator[Target]:
+    """Present and coming."""
+    for targets in machine.targets._all_of(machine.targets.models):
+        yield from targets.values()

@@ -240,7 +240,7 @@ class TrainerProcess:
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadyTrainer | None:
         machine = self.machine
-        target = machine.targets.models[model].common.current
+        target = machine.targets.models[model].common
         if not machine.settings.fast or not self.usable or target is None:
             return None
         rides = target.slab.descriptor is None
@@ -277,10 +277,9 @@ class TrainerProcess:
         share.on_release = lambda: sharer.retire(version, model)
         return share
 
-    def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
-        assert refusals
+    def rejected(self, publication: Publication, worker: int, reason: SchemaMismatch) -> None:
         self.records[publication.version - 1].reject()
-        self._reject(publication, refusals)
+        self._reject(publication, worker, reason)
 
     def unpack(self, slabs: list[Slab]) -> None:
         """Let these slabs be packed from now on, by and by; what is not there yet must not be sent."""

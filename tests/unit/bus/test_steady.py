@@ -219,7 +219,7 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
     desk.machine.assemble("policy")
     version = desk.publish(1)
     desk.applied(0, policy=version)
-    target, peers, left = desk.machine.targets.models["policy"].common.current.slab, [desk.machine.peers[0]], [1]
+    target, peers, left = desk.machine.targets.models["policy"].common.slab, [desk.machine.peers[0]], [1]
 
     def acquire() -> Any:
         if not left:
@@ -266,7 +266,7 @@ async def test_a_slot_that_a_lost_worker_may_be_reading_is_not_written(api: Api)
         bus = bare(everybody.sender).bus
 
         def lent() -> Any:
-            return link.caught_up().targets.models["policy"].common.current.slab.retain()
+            return link.caught_up().targets.models["policy"].common.slab.retain()
 
         slab = bus.look(lent)
         content = bytes(slab.memory)

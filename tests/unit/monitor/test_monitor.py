@@ -504,7 +504,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
             hear(desk, observer, worker, version)
     assert len(observer.lives) == 4
     if ends == "it is lost":
-        machine.membership.lose(stopped, machine.peers[stopped].nonce, "gone", desk.now)
+        machine.membership.lose(machine.peers[stopped], "gone", desk.now)
         observer.check(everybody=True)
     else:
         hear(desk, observer, stopped, version)

@@ -76,7 +76,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "slot.drop(version, version + 1)", "slot.pending = []")
+        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -89,7 +89,7 @@ MUTATIONS = {
     ],
     "messages of other trainers are taken": [(Worker, "receive", "epoch != session.epoch", "False")],
     "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
-    "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
+    "everybody gets the same": [(Targets, "target", "model.current.get(worker) or ", "")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "self.key == key", "True")],
     "nobody is asked, because all accepted something else": [
@@ -158,7 +158,7 @@ MUTATIONS = {
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leases:", "if False:")],
+    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leased:", "if False:")],
     "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
@@ -218,7 +218,7 @@ MUTATIONS = {
     ],
     "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(taken)", "pass")],
     "an older update reaches the models of what is taken": [
-        (StagedUpdates, "take", "older.leave_out(taken.parts)", "pass")
+        (StagedUpdates, "take", "self._leave_out(older, taken.parts.keys())", "pass")
     ],
     "the version before what is taken is not kept": [(Worker, "take", "slab.retain()) for", "slab) for")],
     "PONG does not show what is taken": [(Worker, "_ready_versions", "self.taken is None", "True")],
@@ -245,7 +245,7 @@ NOTICED = {
     "an older update reaches the models of what is taken": 2340,
     "messages of other trainers are taken": 3661,
     "the fast path goes on with what it has written, and not who has it": 2009,
-    "the pages of two incarnations make one answer": 40253,
+    "the pages of two incarnations make one answer": 42714,
     "PONG does not show what is held": 1233,
     "PONG does not show what is taken": 1802,
     "bytes behind a gap count as if there were none": 698,

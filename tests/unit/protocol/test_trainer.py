@@ -14,6 +14,7 @@ from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire import codec, messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
+from helpers.oracle import targets_of
 
 F32, F64, I32 = torch.float32, torch.float64, torch.int32
 PATIENCE = Settings().layout_patience
@@ -468,21 +469,20 @@ def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_
 ) -> None:
     desk = Desk(None, models=models)
     desk.join(0, 1)
-    slabs = desk.machine.targets.slots
     everybodys = desk.publish(models=models)
     for worker in (0, 1):
         own = desk.publish(worker, [worker], models=models)
-    count = len([t for slot in slabs() for t in slot.targets])
+    count = len(list(targets_of(desk.machine)))
     desk.now += 70  # worker 0 was silent for long
     desk.machine.peers[1].last_seen = desk.now
     desk.machine.lost(0, nonce(0), "its connection is gone", desk.now)
     desk.pass_time(59)
     assert set(desk.machine.peers) == {0, 1}
-    assert len([t for slot in slabs() for t in slot.targets]) == count
+    assert len(list(targets_of(desk.machine))) == count
     for _ in range(5):
         desk.pass_time(1)
     assert set(desk.machine.peers) == {1}
-    versions = {t.version for slot in slabs() for t in slot.targets}
+    versions = {target.version for target in targets_of(desk.machine)}
     assert versions == {everybodys, own}, "that of the one who is there stands"
     assert isinstance(desk.machine.progress.of(everybodys, [0]).failed[0], PeerLost), "who waits for it is told so"
 
@@ -1120,7 +1120,7 @@ def test_there_is_no_fast_path_where_a_worker_is_to_have_weights_of_its_own() ->
     assert steady(desk) is None
     trained(desk, 0, 1)
     assert desk.target(2) == 3, "what is for everybody replaces what was for one"
-    assert not desk.machine.targets.models["policy"].own
+    assert desk.machine.targets.models["policy"].current.keys() == {None}
     assert steady(desk) == [0, 1]
 
 
