@@ -148,7 +148,7 @@ class Passing:
             if part.source:
                 slabs[part.model_id].packed = 0
         if self._slots is not None:
-            self._under_way = update, {m: slab.retain() for m, slab in slabs.items()}, []
+            self._under_way = update, slabs, []
             return
         self._under_way = update, slabs, self._downstream.targets.keep(slabs)
         self._mark(update, slabs)
@@ -182,19 +182,18 @@ class Passing:
         _, slabs, replaced = self._under_way
         self._under_way = None
         version = update.parts[0].version
+        if not update.complete:
+            if self._slots is None:
+                self._downstream.abandon(version, replaced)
+            return
         if self._slots is not None:
-            if update.complete:
-                self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
-            for slab in slabs.values():
-                slab.release()
-        elif update.complete:
+            self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
+        else:
             for slab in slabs.values():
                 slab.packed = slab.nbytes
             self._downstream.packed()
             self._downstream.targets.forget(replaced)
-        else:
-            self._downstream.abandon(version, replaced)
-        if update.complete and update.phase == APPLY:
+        if update.phase == APPLY:
             self._keep(update.epoch, version, slabs, update.metadata)
 
     def committed(self, held: Staging, now: float) -> None:
