@@ -62,18 +62,10 @@ class Passing:
 
     Args:
         slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
-        keeps: whether the newest weights are kept, and the workers served on when the trainer has said goodbye.
-
-    Attributes:
-        kept: of each model, the newest version that is complete, with a reference to its slab.
-        kept_of: the epoch of those.
-        has_news: whether there is something newer there; whoever reads it clears it.
+        keeps: whether the workers are served on when the trainer has said goodbye.
     """
 
     def __init__(self, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False) -> None:
-        self.kept: Kept = {}
-        self.kept_of: Epoch | None = None
-        self.has_news = False
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
@@ -126,8 +118,6 @@ class Passing:
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
         """Begin with what was kept of this epoch."""
-        self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
-        self.kept_of = epoch
         self.adopted(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
@@ -182,40 +172,26 @@ class Passing:
         _, slabs, replaced = self._under_way
         self._under_way = None
         version = update.parts[0].version
-        if not update.complete:
-            if self._slots is None:
-                self._downstream.abandon(version, replaced)
-            return
         if self._slots is not None:
-            self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
-        else:
+            if update.complete:
+                self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
+        elif update.complete:
             for slab in slabs.values():
                 slab.packed = slab.nbytes
             self._downstream.packed()
             self._downstream.targets.forget(replaced)
-        if update.phase == APPLY:
-            self._keep(update.epoch, version, slabs, update.metadata)
+        else:
+            self._downstream.abandon(version, replaced)
 
     def committed(self, held: Staging, now: float) -> None:
         """What was staged is to be applied, below, too."""
-        slabs = {model_id: part.slab for model_id, part in held.parts.items()}
         part = next(iter(held.parts.values()))
         staged = self._downstream.targets.staged
         if staged is not None and staged.version == part.version:
             self._downstream.commit(part.version)
         else:
+            slabs = {model_id: part.slab for model_id, part in held.parts.items()}
             self._publish(part.version, slabs, part.metadata, now)
-        self._keep(held.epoch, part.version, slabs, part.metadata)
-
-    def _keep(self, epoch: Epoch, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
-        if not self._keeps:
-            return
-        over = slabs.keys() if epoch == self.kept_of else list(self.kept)  # versions of another trainer, all of them
-        for model_id in over:
-            if (before := self.kept.pop(model_id, None)) is not None:
-                before[1].release()
-        self.kept |= {model_id: (version, slab.retain(), metadata) for model_id, slab in slabs.items()}
-        self.kept_of, self.has_news = epoch, True
 
     # -- upwards ----------------------------------------------------------------------------------------------------
 

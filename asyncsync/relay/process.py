@@ -73,8 +73,11 @@ class Relay:
         if kept is not None:
             epoch, models = kept
             self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
+            shown = {m: (epoch, v, slab.origin or v, metadata) for m, (v, slab, metadata) in models.items()}
+            self.upstream.shown = shown
             self.passing.restore(epoch, models, self.downstream.loop.time())
             self.downstream.settle()
+        self._saved = self.upstream.shown
         self.upstream.settled = self.downstream.settled = self._settled
 
     # -- the two links ----------------------------------------------------------------------------------------------
@@ -102,19 +105,22 @@ class Relay:
     async def store(self) -> None:
         """Write whatever is newest to the file, one after the other."""
         while True:
-            await self.upstream.wait(lambda: self.passing.has_news, None)
+            await self.upstream.wait(lambda: self.upstream.shown is not self._saved, None)
             with anyio.CancelScope(shield=True):
                 await self._save()
 
     async def _save(self) -> None:
-        path, epoch, self.passing.has_news = self.keep, self.passing.kept_of, False
-        assert path is not None
-        assert epoch is not None
-        kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self.passing.kept.items()}
+        """Write what is here of the newest trainer, unless nothing is new."""
+        held, shown = self.upstream.machine.holdings.held, self.upstream.shown
+        if self.keep is None or shown is self._saved:
+            return
+        self._saved = shown
+        newest = max(epoch for epoch, *_ in held.values())
+        kept = {m: (version, slab.retain(), shown[m][-1]) for m, (of, version, slab) in held.items() if of == newest}
         try:
-            await anyio.to_thread.run_sync(save, path, epoch, kept)
+            await anyio.to_thread.run_sync(save, self.keep, newest, kept)
         except (OSError, ValueError) as error:
-            logger.error("cannot keep the newest weights in %s: %s", path, error)
+            logger.error("cannot keep the newest weights in %s: %s", self.keep, error)
         finally:
             for _, slab, _ in kept.values():
                 slab.release()
@@ -131,8 +137,7 @@ class Relay:
     async def shutdown(self) -> None:
         """Leave; the workers look for another one. Idempotent."""
         self.upstream.settled = self.downstream.settled = None
-        if self.passing.has_news:
-            await self._save()
+        await self._save()
         await self.upstream.shutdown()
         await self.downstream.shutdown()
         if self.slots is not None:
