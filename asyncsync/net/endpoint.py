@@ -67,10 +67,10 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
                 f"{endpoint!r}: an ipc path can have {MAX_IPC_PATH} bytes at most, this one has {len(path.encode())}"
             )
         return endpoint
-    host, port = host_port(endpoint)
+    _, port = host_port(endpoint)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{endpoint!r}: name a port between 1 and 65535; workers must know it before the sender binds")
-    if not allow_plaintext and not _is_loopback(host):
+    if not allow_plaintext and is_plaintext_beyond_loopback(endpoint):
         raise ValueError(
             f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: "
             "anyone there could read it or send to it. "
@@ -87,7 +87,13 @@ def several(endpoints: str) -> tuple[str, ...]:
 
 def is_plaintext_beyond_loopback(endpoint: str) -> bool:
     """True for an address that other hosts can reach, where there are no keys."""
-    return endpoint.startswith("tcp://") and not _is_loopback(host_port(endpoint)[0])
+    if not endpoint.startswith("tcp://"):
+        return False
+    host, _ = host_port(endpoint)
+    try:
+        return host != "localhost" and not ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return True
 
 
 def host_port(endpoint: str) -> tuple[str, str]:
@@ -96,15 +102,6 @@ def host_port(endpoint: str) -> tuple[str, str]:
         raise ValueError(f"{endpoint!r} is not an endpoint; use ipc:///absolute/path or tcp://HOST:PORT")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), port
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def address_towards(host: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import itertools
 import os
 import socket
@@ -39,6 +38,7 @@ HEARTBEAT_TIMEOUT_MS = 60_000
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _monitors = itertools.count()
+EVERYWHERE = ("0.0.0.0", "::", "::ffff:0.0.0.0")  # a socket that is bound to one of these has every address of its host
 # Of a connection that never became one.
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -185,10 +185,7 @@ class BoundSocket(LoopSocket):
     def __init__(self, socket: Socket, receive: Receive, crash: Crash) -> None:
         super().__init__(socket, receive, crash)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.port = 0
-        if self.endpoint.startswith("tcp://"):
-            host, port = host_port(self.endpoint)
-            self._host, self.port = _host(host), int(port)
+        self.port = int(host_port(self.endpoint)[1]) if self.endpoint.startswith("tcp://") else 0
         owned.add(self)
 
     def _has(self, descriptor: int) -> bool:
@@ -198,10 +195,10 @@ class BoundSocket(LoopSocket):
                 return False
             name = found.getsockname()
             if found.family == socket.AF_UNIX:
-                return bool(self.endpoint == f"ipc://{name}")
-            if found.family not in (socket.AF_INET, socket.AF_INET6) or not self.port or name[1] != self.port:
+                return self.endpoint == f"ipc://{name}"
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
-            return self._host.is_unspecified or _host(name[0]) == self._host
+            return self.endpoint in [tcp_endpoint(host, name[1]) for host in (name[0], *EVERYWHERE)]
         finally:
             found.detach()
 
@@ -216,12 +213,6 @@ class BoundSocket(LoopSocket):
     def close(self, linger_ms: int = 0) -> None:
         owned.discard(self)  # the address may be another socket's soon
         super().close(linger_ms)
-
-
-def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(text)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
 
 
 class Monitor(LoopSocket):

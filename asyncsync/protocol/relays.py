@@ -29,7 +29,7 @@ from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
 AT_ONCE = 64  # workers that are asked by VERIFY at a time
-KEPT_QUESTIONS = 1024  # turns of the loop in which something was asked above, and has no answer yet
+KEPT_QUESTIONS = 1024  # to the sender above, each of which stands for all that workers have asked in one turn
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +193,8 @@ class Questions:
         self.new: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._asked: deque[tuple[int, dict[int, int]]] = deque(maxlen=KEPT_QUESTIONS)  # by the numbers above
+        # In order: the number of a question above, and of the workers' for which it stands.
+        self._asked: deque[tuple[int, dict[int, int]]] = deque(maxlen=KEPT_QUESTIONS)
 
     def put(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:

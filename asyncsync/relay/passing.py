@@ -62,22 +62,14 @@ class Passing(Relaying):
 
     Args:
         slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
-        keeps: whether the newest weights are kept, and the workers served on when the trainer has said goodbye.
-
-    Attributes:
-        kept: of each model, the newest version that is complete, with a reference to its slab.
-        kept_of: the epoch of those.
-        has_news: whether there is something newer there; whoever reads it clears it.
+        keeps: whether the workers are served on when the trainer has said goodbye.
     """
 
     def __init__(self, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False) -> None:
-        self.kept: Kept = {}
-        self.kept_of: Epoch | None = None
-        self.has_news = False
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
-        self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
+        self._replaced: Replaced | None = None  # by the update that is being passed on; None: none is
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
         self.adopted(messages.NO_EPOCH)
@@ -125,8 +117,6 @@ class Passing(Relaying):
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
         """Begin with what was kept of this epoch."""
-        self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
-        self.kept_of = epoch
         self.adopted(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
@@ -141,16 +131,18 @@ class Passing(Relaying):
                 "ZMQWeightSyncScheme or an AutoWeightSyncScheme", update.parts[0].version
             )  # fmt: skip
             return
-        slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True)}
-        for part in update.parts:
-            slabs[part.model_id].origin = part.origin
+        for part, slab in zip(update.parts, update.slabs, strict=True):
+            slab.origin = part.origin
             if part.source:
-                slabs[part.model_id].packed = 0
-        if self._slots is not None:
-            self._under_way = update, {m: slab.retain() for m, slab in slabs.items()}, []
-            return
-        self._under_way = update, slabs, self._downstream.targets.keep(slabs)
-        self._mark(update, slabs)
+                slab.packed = 0
+        self._replaced = []
+        if self._slots is None:
+            self._replaced = self._downstream.targets.keep(part.model_id for part in update.parts)
+            self._mark(update)
+            self._publish_update(update)
+
+    def _publish_update(self, update: IncomingUpdate) -> None:
+        slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True)}
         self._publish(update.parts[0].version, slabs, update.metadata, update.last_progress, update.phase)
 
     def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float, phase: int = APPLY) -> None:
@@ -160,61 +152,44 @@ class Passing(Relaying):
                 slab.descriptor = self._slots.describe(slab)
         self._downstream.publish(slabs, None, now, metadata, version, stages=phase == messages.STAGE)
 
-    def _mark(self, update: IncomingUpdate, slabs: dict[str, Slab]) -> None:
+    def _mark(self, update: IncomingUpdate) -> None:
         """How far each slab is filled."""
         received = update.received
-        for part in update.parts:
+        for part, slab in zip(update.parts, update.slabs, strict=True):
             if not part.source:
-                slabs[part.model_id].packed = max(0, min(received, part.nbytes))
+                slab.packed = max(0, min(received, part.nbytes))
                 received -= part.nbytes
 
     def written(self, update: IncomingUpdate) -> None:
         """Send on what has come."""
-        if self._under_way is not None and self._slots is None:
-            self._mark(update, self._under_way[1])
+        if self._replaced is not None and self._slots is None:
+            self._mark(update)
             self._downstream.packed()
 
     def ended(self, update: IncomingUpdate) -> None:
         """It is complete, or the connection has ended, or there is something newer."""
-        if self._under_way is None or self._under_way[0] is not update:
+        replaced, self._replaced = self._replaced, None
+        if replaced is None:
             return
-        _, slabs, replaced = self._under_way
-        self._under_way = None
-        version = update.parts[0].version
         if self._slots is not None:
             if update.complete:
-                self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
-            for slab in slabs.values():
-                slab.release()
+                self._publish_update(update)
         elif update.complete:
-            for slab in slabs.values():
+            for slab in update.slabs:
                 slab.packed = slab.nbytes
             self._downstream.packed()
             self._downstream.targets.forget(replaced)
         else:
-            self._downstream.abandon(version, replaced)
-        if update.complete and update.phase == APPLY:
-            self._keep(update.epoch, version, slabs, update.metadata)
+            self._downstream.abandon(update.parts[0].version, replaced)
 
     def committed(self, held: Staging, now: float) -> None:
         """What was staged is to be applied, below, too."""
-        slabs = {model_id: part.slab for model_id, part in held.parts.items()}
         part = next(iter(held.parts.values()))
         if self._downstream.targets.is_staged(part.version):
             self._downstream.commit(part.version)
         else:
+            slabs = {model_id: part.slab for model_id, part in held.parts.items()}
             self._publish(part.version, slabs, part.metadata, now)
-        self._keep(held.epoch, part.version, slabs, part.metadata)
-
-    def _keep(self, epoch: Epoch, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
-        if not self._keeps:
-            return
-        over = slabs.keys() if epoch == self.kept_of else list(self.kept)  # versions of another trainer, all of them
-        for model_id in over:
-            if (before := self.kept.pop(model_id, None)) is not None:
-                before[1].release()
-        self.kept |= {model_id: (version, slab.retain(), metadata) for model_id, slab in slabs.items()}
-        self.kept_of, self.has_news = epoch, True
 
     # -- upwards ----------------------------------------------------------------------------------------------------
 

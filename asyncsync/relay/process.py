@@ -1,4 +1,6 @@
-"""The relay process: a guest of the sender above, and a sender to the workers below, on one event loop."""
+"""A relay: a guest of the sender above, and a sender to the workers below, on one event loop. It has a process of its
+own, or is embedded in one of its workers' processes.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import guest_link
 from asyncsync.errors import ProtocolError, WeightSyncError
-from asyncsync.net.endpoint import is_plaintext_beyond_loopback
+from asyncsync.net.endpoint import draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay.passing import Kept, Passing, RelaySlots
+from asyncsync.runtime import loop_thread
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import Path as KeyPath
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import Epoch
 
@@ -71,8 +73,11 @@ class Relay:
         if kept is not None:
             epoch, models = kept
             self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
+            shown = {m: (epoch, v, slab.origin or v, metadata) for m, (v, slab, metadata) in models.items()}
+            self.upstream.shown = shown
             self.passing.restore(epoch, models, self.downstream.loop.time())
             self.downstream.settle()
+        self._saved = self.upstream.shown
         self.upstream.settled = self.downstream.settled = self._settled
 
     # -- the two links ----------------------------------------------------------------------------------------------
@@ -100,19 +105,22 @@ class Relay:
     async def store(self) -> None:
         """Write whatever is newest to the file, one after the other."""
         while True:
-            await self.upstream.wait(lambda: self.passing.has_news, None)
+            await self.upstream.wait(lambda: self.upstream.shown is not self._saved, None)
             with anyio.CancelScope(shield=True):
                 await self._save()
 
     async def _save(self) -> None:
-        path, epoch, self.passing.has_news = self.keep, self.passing.kept_of, False
-        assert path is not None
-        assert epoch is not None
-        kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self.passing.kept.items()}
+        """Write what is here of the newest trainer, unless nothing is new."""
+        held, shown = self.upstream.machine.holdings.held, self.upstream.shown
+        if self.keep is None or shown is self._saved:
+            return
+        self._saved = shown
+        newest = max(epoch for epoch, *_ in held.values())
+        kept = {m: (version, slab.retain(), shown[m][-1]) for m, (of, version, slab) in held.items() if of == newest}
         try:
-            await anyio.to_thread.run_sync(save, path, epoch, kept)
+            await anyio.to_thread.run_sync(save, self.keep, newest, kept)
         except (OSError, ValueError) as error:
-            logger.error("cannot keep the newest weights in %s: %s", path, error)
+            logger.error("cannot keep the newest weights in %s: %s", self.keep, error)
         finally:
             for _, slab, _ in kept.values():
                 slab.release()
@@ -129,8 +137,7 @@ class Relay:
     async def shutdown(self) -> None:
         """Leave; the workers look for another one. Idempotent."""
         self.upstream.settled = self.downstream.settled = None
-        if self.passing.has_news:
-            await self._save()
+        await self._save()
         await self.upstream.shutdown()
         await self.downstream.shutdown()
         if self.slots is not None:
@@ -159,6 +166,44 @@ async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None
             await relay.shutdown()
 
 
+class EmbeddedRelay:
+    """A relay that receives for its host into shared memory, on the loop thread of the blocking API. The ranks of an
+    inference engine on one host read one copy so, however the weights come there.
+
+    Blocking, and not for the loop's own thread. Raises NotConnected if it cannot connect.
+
+    Args:
+        upstream: the sender's address, as its workers have it.
+        keys: those of a receiver, where the sender has keys.
+
+    Attributes:
+        endpoint: where the workers of this host connect, with a :class:`asyncsync.SharedMemWeightSyncScheme`.
+    """
+
+    def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
+        self.endpoint = draw_endpoint()
+        credentials = None if keys is None else partial(keys.receiver, 0)
+        self._relay: Relay | None = None
+        loop_thread.run(partial(self._open, upstream, credentials))
+
+    async def _open(self, upstream: str, credentials: Callable[[], Credentials] | None) -> None:
+        self._relay = Relay(upstream, self.endpoint, shared=True, credentials=credentials)
+        loop_thread.keep(self._end, True)
+
+    async def _end(self, timeout: float) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            try:
+                await relay.shutdown()
+            finally:
+                loop_thread.keep(self._end, False)
+
+    def close(self) -> None:
+        """Leave; may be called again."""
+        if self._relay is not None:
+            loop_thread.run(partial(self._end, 0.0))
+
+
 # -- the newest weights in a file, from which a relay serves its workers when the trainer is away ----------------------
 
 # The file is of the safetensors format, and its tensors are those that were published, by their dotted names (of
@@ -168,22 +213,17 @@ async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None
 KEY = "asyncsync"
 
 
-def _name(model_id: str, path: KeyPath, *, alone: bool) -> str:
-    return dotted(path) if alone else f"{model_id}.{dotted(path)}"
-
-
 def save(path: Path, epoch: Epoch, kept: Kept) -> None:
     """Write the file anew. Raises OSError; ValueError: the format has no such dtype, or two tensors have one name."""
     tensors, texts, models = {}, {"format": "pt"}, {}
-    alone = len(kept) == 1
     for model_id, (version, slab, metadata) in kept.items():
-        entries = slab.layout.entries
+        prefix, entries = "" if len(kept) == 1 else f"{model_id}.", slab.layout.entries
         for entry, view in zip(entries, slab.views, strict=True):
-            if (name := _name(model_id, entry.path, alone=alone)) in tensors:
+            if (name := prefix + dotted(entry.path)) in tensors:
                 raise ValueError(f"several tensors have one name in a file: {name}")
             tensors[name] = view
         for other, i in slab.layout.aliases.items():
-            texts[_name(model_id, other, alone=alone)] = _name(model_id, entries[i].path, alone=alone)
+            texts[prefix + dotted(other)] = prefix + dotted(entries[i].path)
         binary = {"layout": slab.layout.encoded, "digest": slab.layout.digest, "values": slab.values}
         texts_of = {name: b64encode(value).decode() for name, value in {**binary, "metadata": metadata}.items()}
         models[model_id] = {"version": version, "origin": slab.origin, **texts_of}
@@ -202,13 +242,13 @@ def load(path: Path, acquire: Callable[[Layout], Slab] = Slab.of) -> tuple[Epoch
     try:
         found = json.loads(texts[KEY])
         start, drawn = found["epoch"]
-        alone = len(found["models"]) == 1
         for model_id, model in found["models"].items():
+            prefix = "" if len(found["models"]) == 1 else f"{model_id}."
             blobs = {name: b64decode(model[name]) for name in ("layout", "digest", "values", "metadata")}
             layout = Layout.decode(blobs["layout"], blobs["digest"])
             slab = acquire(layout)
             for entry, view in zip(layout.entries, slab.views, strict=True):
-                view.copy_(tensors[_name(model_id, entry.path, alone=alone)])
+                view.copy_(tensors[prefix + dotted(entry.path)])
             slab.values, slab.origin = blobs["values"], model["origin"]
             kept[model_id] = int(model["version"]), slab, blobs["metadata"]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ProtocolError) as error:

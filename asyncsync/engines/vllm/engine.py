@@ -34,7 +34,7 @@ from asyncsync.engines.vllm.info import InitInfo, UpdateInfo
 from asyncsync.engines.vllm.ranks import MARGIN, Ranks
 from asyncsync.net.keys import KeyFiles
 from asyncsync.net.processes import this_process
-from asyncsync.relay.embedded import EmbeddedRelay
+from asyncsync.relay.process import EmbeddedRelay
 from asyncsync.sync import WeightSyncScheme
 
 logger = logging.getLogger("asyncsync")

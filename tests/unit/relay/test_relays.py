@@ -26,8 +26,7 @@ from asyncsync import (
 from asyncsync.cli import main
 from asyncsync.net.endpoint import several
 from asyncsync.net.keys import KeyFiles
-from asyncsync.relay.embedded import EmbeddedRelay
-from asyncsync.relay.process import Relay, load, run, save
+from asyncsync.relay.process import EmbeddedRelay, Relay, load, run, save
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
