@@ -640,7 +640,6 @@ class SlotTransport(ChunkTransport):
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
         self._attachments: dict[MemoryPlace, AttachedSlab] = {}
-        self._kept: tuple[int, ...] = ()  # of the newest lease
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -673,10 +672,7 @@ class SlotTransport(ChunkTransport):
             slot.release()
 
     def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        if self._kept != lease.kept or len(self._attachments) > len(lease.kept):
-            # A file that the sender has closed keeps its memory as long as it is mapped.
-            self._kept = lease.kept
-            self._drop_unused(lease.kept)
+        self._drop_unused(lease.kept)
         found = self._attachments.get(lease.place)
         if found is None or found.is_detached or found.nbytes != layout.nbytes:
             self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
@@ -687,7 +683,8 @@ class SlotTransport(ChunkTransport):
         return found
 
     def _drop_unused(self, kept: tuple[int, ...] = ()) -> None:
-        """Unmap the slots that nothing here uses, but for those with these inodes."""
+        """Unmap the slots that nothing here uses, but for those with these inodes: a file that the sender has closed
+        keeps its memory as long as it is mapped."""
         for place, slab in list(self._attachments.items()):
             if place.inode not in kept and not slab.is_used:
                 del self._attachments[place]
