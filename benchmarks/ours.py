@@ -101,7 +101,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
     if how == "keys":
         given |= _keys(spec.directory)
     if how == "fan-out":
-        given["fanout"] = _fanout()
+        given["fanout"] = True
     asynchronous = getattr(asyncsync, name)(num_workers=spec.workers, **given)
     source = _model(spec)
     async with AsyncExitStack() as stack:
@@ -231,12 +231,3 @@ def _keys(directory: str) -> dict[str, Any]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     names = {"server_key": "server.key_secret", "clients": "clients", "client_key": "client_secrets/w.key_secret"}
     return {argument: f"{place}/{name}" for argument, name in names.items()}
-
-
-def _fanout() -> Any:
-    """An older version, which may be installed beside, calls it "push"."""
-    try:
-        asyncsync.ZMQWeightSyncScheme(fanout=True)
-    except (TypeError, ValueError):
-        return "push"
-    return True

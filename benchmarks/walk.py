@@ -19,8 +19,8 @@ import argparse
 import asyncio
 import json
 import mmap
-import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torch import nn
 
 import asyncsync
 from asyncsync import Bus, SharedMemWeightSyncScheme, collectors, transports
+from child import Worker
 
 ROOT = str(Path(asyncsync.__file__).resolve().parent.parent) + os.sep
 ROOMS = tuple(str(Path(module.__file__).resolve().parent) + os.sep for module in (asyncsync, transports, collectors))
@@ -91,19 +91,13 @@ def walk_updates(recorder: Recorder, switch: str, walks: list[str]) -> list[dict
     """What the trainer and worker 0 pass, with one model, or with two where the walk says so."""
     bus = Bus(num_workers=2)
     schemes = [SharedMemWeightSyncScheme(bus=bus) for _ in range(2 if "update, two models" in walks else 1)]
-    spawn = multiprocessing.get_context("spawn")
-    pipes, workers = [], []
-    for index in range(2):
-        mine, theirs = spawn.Pipe()
-        workers.append(spawn.Process(target=work, args=(schemes, index, switch, theirs), daemon=True))
-        workers[-1].start()
-        pipes.append(mine)
+    workers = [Worker(worker, index, switch) for index in range(2)]
+    for each in workers:
+        each.post(pickle.dumps(schemes))
     asyncio.run(trainer(recorder, bus, schemes, walks))
-    walked: list[dict[int, Calls]] = []
-    for pipe, process in zip(pipes, workers, strict=True):
-        pipe.send("that was all")
-        walked.append(pipe.recv())
-        process.join(10)
+    walked: list[dict[int, Calls]] = [each.ask("that was all") for each in workers]
+    for each in workers:
+        each.end()
     return [recorder.walks, walked[0]]
 
 
@@ -125,14 +119,9 @@ async def trainer(recorder: Recorder, bus: Bus, schemes: list[SharedMemWeightSyn
                 await asyncio.sleep(REST)
 
 
-def work(schemes: list[SharedMemWeightSyncScheme], index: int, switch: str, pipe: Connection) -> None:
+async def worker(pipe: Any, index: int, switch: str) -> None:
     recorder = Recorder(switch)
-    torch.set_num_threads(1)
-    asyncio.run(worker(schemes, index, pipe))
-    pipe.send(recorder.walks)
-
-
-async def worker(schemes: list[SharedMemWeightSyncScheme], index: int, pipe: Connection) -> None:
+    schemes = pickle.loads(pipe.recv())
     for number, scheme in enumerate(schemes):
         scheme.init_on_receiver(f"model{number}", model=make_model(), worker_idx=index)
     for scheme in schemes:
@@ -140,6 +129,7 @@ async def worker(schemes: list[SharedMemWeightSyncScheme], index: int, pipe: Con
     await asyncio.to_thread(pipe.recv)  # the updates are applied meanwhile, with no call from here
     for scheme in schemes:
         await scheme.shutdown()
+    pipe.send((True, recorder.walks))
 
 
 # -- one frame ---------------------------------------------------------------------------------------------------------

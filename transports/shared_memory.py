@@ -4,18 +4,11 @@ A memory file has no name, and is sealed: nobody can cut it, so that reading it 
 process's takes its user, host and pid namespace, and that it is dumpable (``prctl(2)``), or else the capability
 CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the reasons.
 
-**Slots** are the owner's slabs, which workers read. They are in a :class:`SlotPool`, and may be used again when nothing
-can touch them any more. A worker is sent a :class:`Lease` of one, and has its mappings in :class:`Attachments`::
-
-    slot = pool.acquire(layout)                  # a slab like any other
-    lease = pool.lease(slot)                     # travels to the worker
-    mapping = attachments.find(lease)            # there; None: map the file of lease.place, and note that under it
-    file = MemoryFile.open(lease.place, "the trainer's", "workers run on its host")
-
-**Weights**: one copy per update into a slot (:class:`WeightSlots`), however many workers; packing is that copy. The
-instruction names the slot, which a worker maps: :class:`AttachedSlab`. A slab of up to 4 MiB is copied out of it at
-once, and the slot is free. A module's Parameters get their memory in a larger one, whose lease lasts until a newer
-version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.targets`.
+**Slots** are the sender's slabs, of a pool (:class:`WeightSlots`): one copy per update into a slot, however many
+workers; packing is that copy. The instruction has a :class:`Lease` of the slot, which a worker maps
+(:class:`AttachedSlab`). A slab of up to 4 MiB is copied out of it at once, and the slot is free. A module's Parameters
+get their memory in a larger one, whose lease lasts until a newer version has been applied. When a slot may be written
+again is in :mod:`asyncsync.protocol.targets`.
 
 **Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
@@ -44,7 +37,7 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -264,87 +257,24 @@ class Lease(NamedTuple):
         return cls(found, struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
 
 
+# -- the sender's slots ------------------------------------------------------------------------------------------------
+
+
 class Slot(Slab):
-    """A slab in a memory file of this process, which others open by the file's place."""
+    """A slab in a memory file, which others open by the file's place and nobody else can write; ``pinned``: locked for
+    the devices' copy engines. Raises MemoryError; WeightSyncError: this system has no memory files."""
 
-    leased = mapped = True
-
-    def __init__(self, layout: Layout, pool: SlabPool, file: MemoryFile, memory: torch.Tensor) -> None:
-        self.file = file
-        super().__init__(layout, memory[: layout.nbytes], pool)
-
-
-class SlotPool(SlabPool):
-    """Slots that can be used again."""
-
-    _inodes: tuple[int, ...] | None = None
-
-    @property
-    def inodes(self) -> tuple[int, ...]:
-        """Of all slots. The same object, as long as there are the same ones."""
-        if self._inodes is None:
-            with self._lock:
-                there = (*self.used, *self._draining, self.spare)
-                inodes = {slot.file.place.inode for slot in there if isinstance(slot, Slot)}
-                self._inodes = tuple(sorted(inodes))[:MAX_FILES]
-            self._count_returned()
-        return self._inodes
-
-    def lease(self, slot: Slab) -> Lease:
-        """What workers need to use this slot of the pool."""
-        assert isinstance(slot, Slot)
-        return Lease(slot.file.place, self.inodes, slot.mapped)
-
-    def _drop(self, slab: Slab) -> None:
-        self._inodes = None
-
-
-class Mapping(Protocol):
-    """A slot, mapped here. ``is_used``: something reads or writes it."""
-
-    @property
-    def is_used(self) -> bool: ...
-
-
-M = TypeVar("M", bound=Mapping)
-
-
-class Attachments(dict[MemoryPlace, M]):
-    """One worker's mappings of one owner's slots. Those that will not be leased again are dropped, unless used."""
-
-    _kept: tuple[int, ...] = ()
-
-    def find(self, lease: Lease) -> M | None:
-        """The mapping of this slot; None: there is none yet."""
-        if self._kept != lease.kept or len(self) > len(lease.kept):
-            # A file that the owner has closed keeps its memory as long as it is mapped.
-            self._kept = lease.kept
-            self.drop_unused(lease.kept)
-        return self.get(lease.place)
-
-    def drop_unused(self, kept: tuple[int, ...] = ()) -> None:
-        """Drop those that nothing uses, but for these inodes."""
-        for place in [place for place, one in self.items() if place.inode not in kept and not one.is_used]:
-            del self[place]
-
-
-# -- the sender's slots of weights -------------------------------------------------------------------------------------
-
-
-class WeightSlot(Slot):
-    """A slot for weights, which nobody else can write; ``pinned``: locked for the devices' copy engines. Raises
-    MemoryError; WeightSyncError: this system has no memory files."""
+    leased = True
 
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
-        file = MemoryFile.create(layout.nbytes)
-        self._map = file.map()
-        file.seal(against_writing=True)
+        self.file = MemoryFile.create(layout.nbytes)
+        self._map = self.file.map()
+        self.file.seal(against_writing=True)
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             memory = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         self.registered = _pin(memory) if pinned else 0  # the address of its locked pages
-        self.described: tuple[tuple[int, ...], bytes] | None = None
-        super().__init__(layout, pool, file, memory)
+        super().__init__(layout, memory[: layout.nbytes], pool)
 
     def dispose(self) -> None:
         """Free the memory; slow where there is much of it."""
@@ -360,7 +290,7 @@ class WeightSlot(Slot):
         self.file.close()
 
 
-class WeightSlots(SlotPool):
+class WeightSlots(SlabPool):
     """The slots of a sender: ``slots`` of a model, however slow the readers are, besides those that hold the targets of
     single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be
     on other hosts."""
@@ -371,13 +301,23 @@ class WeightSlots(SlotPool):
         self.map_above = map_above
         self.streamable = streamable
         self._cannot_pin = False
+        self._described: dict[Slab, bytes] = {}  # as long as there are the same slots
 
     def describe(self, slab: Slab) -> bytes:
-        """Where workers find this slab of the pool."""
-        assert isinstance(slab, WeightSlot)
-        if slab.described is None or slab.described[0] is not self.inodes:
-            slab.described = self.inodes, self.lease(slab).encode()
-        return slab.described[1]
+        """Where workers find this slab of the pool: its lease."""
+        found = self._described.get(slab)
+        if found is None:
+            found = self._described[slab] = self.lease(slab).encode()
+        return found
+
+    def lease(self, slab: Slab) -> Lease:
+        """What workers need to use this slab of the pool."""
+        assert isinstance(slab, Slot)
+        with self._lock:
+            there = (*self.used, *self._draining, self.spare)
+            inodes = sorted(slot.file.place.inode for slot in there if isinstance(slot, Slot))
+        self._count_returned()
+        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.mapped)
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self.spare
@@ -392,8 +332,8 @@ class WeightSlots(SlotPool):
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        slot = WeightSlot(layout, self, pinned=pinned)
-        self._inodes = None
+        slot = Slot(layout, self, pinned=pinned)
+        self._described.clear()
         self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
         return slot
 
@@ -403,8 +343,8 @@ class WeightSlots(SlotPool):
         return slab
 
     def _drop(self, slab: Slab) -> None:
-        assert isinstance(slab, WeightSlot)
-        super()._drop(slab)
+        assert isinstance(slab, Slot)
+        self._described.clear()
         if slab.nbytes < LARGE_BYTES:
             slab.dispose()
             return
@@ -699,7 +639,7 @@ class SlotTransport(ChunkTransport):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
-        self._attachments: Attachments[AttachedSlab] = Attachments()
+        self._attachments: dict[MemoryPlace, AttachedSlab] = {}
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -732,7 +672,8 @@ class SlotTransport(ChunkTransport):
             slot.release()
 
     def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        found = self._attachments.find(lease)
+        self._drop_unused(lease.kept)
+        found = self._attachments.get(lease.place)
         if found is None or found.is_detached or found.nbytes != layout.nbytes:
             self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
         elif found.references:
@@ -740,6 +681,13 @@ class SlotTransport(ChunkTransport):
         else:
             found.reuse(layout)
         return found
+
+    def _drop_unused(self, kept: tuple[int, ...] = ()) -> None:
+        """Unmap the slots that nothing here uses, but for those with these inodes: a file that the sender has closed
+        keeps its memory as long as it is mapped."""
+        for place, slab in list(self._attachments.items()):
+            if place.inode not in kept and not slab.is_used:
+                del self._attachments[place]
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
@@ -786,7 +734,7 @@ class SlotTransport(ChunkTransport):
         for slab in self._attached:
             if not slab.references:
                 slab.children.clear()
-        self._attachments.drop_unused()
+        self._drop_unused()
         super().close()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -22,7 +22,7 @@ import msgpack
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 from asyncsync.wire import messages
-from asyncsync.wire.messages import MAX_CHUNK, MAX_START, Again, Applied, Buffer, Epoch, Instruction, show
+from asyncsync.wire.messages import MAX_START, Again, Applied, Buffer, Epoch, Instruction, show
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
@@ -70,18 +70,27 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
         raise ProtocolError("an empty message")
     if len(frames) > MAX_FRAMES:
         raise LimitExceeded(f"a message of {len(frames)} frames; the limit is {MAX_FRAMES}")
-    header = frames[0]
+    header, payload = frames[0], frames[1:]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
-    if len(header) > 1 and header[0] == FIXED:
-        return decode_fixed(header, frames[1:])
+    is_fixed = len(header) > 1 and header[0] == FIXED
+    instruction = _decode_fixed(header) if is_fixed else _decode_plain(header)
+    expected = instruction.check_payload(payload)
+    if len(payload) != expected:
+        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames, not {expected}")
+    for frame in payload:
+        if len(frame) > MAX_FRAME:
+            raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+    return instruction, payload
+
+
+def _decode_plain(header: Buffer) -> Instruction:
     try:
-        # In a small header not even nested false counts can make the decoder allocate much.
-        if len(header) <= _SMALL_HEADER:
-            raw = _unpack_small(header)
-        else:
+        # The decoder believes no count above the header's length. In a small header not even nested false counts can
+        # make it allocate much.
+        if len(header) > _SMALL_HEADER:
             check_structure(header, max_depth=8, max_items=MAX_VALUES)
-            raw = _unpack_large(header)
+        raw = msgpack.unpackb(header, object_pairs_hook=_without_duplicates, max_ext_len=0)
     except ProtocolError:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -96,15 +105,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
         raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
     del raw[:2]
     instruction: Instruction = _CHECKS[cls](raw)
-    payload = frames[1:]
-    if len(payload) > cls.max_payload:
-        raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
-    if cls.max_payload:
-        for frame in payload:
-            if len(frame) > MAX_FRAME:
-                raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
-        _check_payload(instruction, payload)
-    return instruction, payload
+    return instruction
 
 
 def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -112,55 +113,6 @@ def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if len(table) != len(pairs):
         raise ProtocolError("a map with a key that comes twice")
     return table
-
-
-def _unpacker(limit: int) -> Callable[[Buffer], Any]:
-    return partial(
-        msgpack.unpackb,
-        raw=False,
-        strict_map_key=True,
-        object_pairs_hook=_without_duplicates,
-        max_ext_len=0,
-        max_array_len=limit,
-        max_map_len=limit,
-        max_str_len=limit,
-        max_bin_len=limit,
-    )
-
-
-_unpack_small, _unpack_large = _unpacker(_SMALL_HEADER), _unpacker(MAX_HEADER)
-
-
-def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
-    if isinstance(instruction, messages.Chunk):
-        size, base = instruction.size, instruction.base
-        if size:
-            if instruction.crc is None:
-                raise ProtocolError("an encoded chunk without its checksum")
-            if not payload and base is None:
-                raise ProtocolError("an encoded chunk without its bytes")
-            if payload and not 0 < len(payload[0]) < size:
-                raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {size}")
-        elif base is not None or len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
-            raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
-    elif isinstance(instruction, messages.Update):
-        parts = instruction.parts
-        if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
-            raise ProtocolError("an update with two parts for one model")
-        frames = 0 if instruction.phase == messages.COMMIT else 2 if instruction.eager else 1
-        if len(payload) != frames * len(parts):
-            raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
-        if instruction.eager and payload:
-            for part, frame in zip(parts, payload[len(parts) :], strict=True):
-                if len(frame) != part.streamed and not (instruction.packed and 0 < len(frame) < part.streamed):
-                    raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
-    elif isinstance(instruction, messages.Cast):
-        if not payload:
-            raise ProtocolError("a CAST of nothing")
-    elif isinstance(instruction, messages.Welcome):
-        known = sum(1 for digest in instruction.models.values() if digest)
-        if len(payload) != known:
-            raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")
 
 
 def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
@@ -173,10 +125,8 @@ def encode_applied(epoch: Epoch, serial: int) -> bytes:
     return _APPLIED.pack(FIXED, Applied.kind, *epoch, serial)
 
 
-def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Applied, Sequence[Buffer]]:
-    """:func:`decode` for a header of at least two bytes that begins with :data:`FIXED`."""
-    kind, expected = header[1], 0
-    instruction: Again | Applied
+def _decode_fixed(header: Buffer) -> Again | Applied:
+    kind = header[1]
     if kind == Again.kind and len(header) >= _AGAIN.size:
         _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
         tail = bytes(header[_AGAIN.size :])
@@ -184,17 +134,10 @@ def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | App
             raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
         if len(tail) != (length - 1 if length else 0):
             raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
-        instruction = Again((start, random), serial, since, version, tail if length else None)
-        expected = 0 if length else 1
-    elif kind == Applied.kind and len(header) == _APPLIED.size:
+        return Again((start, random), serial, since, version, tail if length else None)
+    if kind == Applied.kind and len(header) == _APPLIED.size:
         _, _, start, random, serial = _APPLIED.unpack(header)
         if start > MAX_START or not serial:
             raise ProtocolError(f"an APPLIED that no worker sends: {show(bytes(header))}")
-        instruction = Applied.at_once((start, random), serial)
-    else:
-        raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
-    if len(payload) != expected:
-        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames")
-    if payload and len(payload[0]) > MAX_FRAME:
-        raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
-    return instruction, payload
+        return Applied.at_once((start, random), serial)
+    raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")

@@ -30,9 +30,8 @@ models there are: the first of each are in it, and the counts tell of the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from operator import call
 from reprlib import Repr
 from types import NoneType
@@ -60,13 +59,11 @@ MAX_REASON = 200  # characters
 MAX_SOURCES = 4096
 DIGEST_BYTES = 16
 MAX_DIGESTS = 2048  # in one page
-PAGE = f"at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes"
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
 FIRST_ANONYMOUS = 1 << 29  # workers that were given no index draw one from here on
 # Relays and guests have indices from here on: there is no worker of such an index.
 FIRST_GUEST = 1 << 30
 APPLY, STAGE, COMMIT = range(3)
-ROLES = ("worker", "relay", "guest")
 
 Buffer = bytes | memoryview
 
@@ -78,6 +75,7 @@ Check = Callable[[Any], Any]
 
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 60
+_USUAL = {int: range(MAX_SERIAL + 1), bool: range(2), str: range(MAX_NAME + 1), dict: range(MAX_MODELS + 1)}
 
 
 def show(raw: Any) -> str:
@@ -85,97 +83,87 @@ def show(raw: Any) -> str:
     return _repr.repr(raw)[:200]
 
 
-def is_a(kind: Any, low: int, high: int, what: str, items: Callable[[Any], Iterable[Any]] | None = None) -> Check:
-    """A number from ``low`` to ``high``, or something of such a length; with the checks of its ``items``, a tuple."""
-    is_number = kind in (int, bool)
+def check_of(kind: Any) -> Check:
+    """What a peer may send where a message has this type. ``Annotated`` has its range, which is that of the length of
+    anything but a number; or a tuple of all that it may be; or a check. Tuples and dataclasses come as lists."""
+    bound: Any = None
+    if get_origin(kind) is Annotated:
+        kind, bound = get_args(kind)
+    if callable(bound):
+        check: Check = bound
+        return check
+    if isinstance(bound, tuple):
+        return _one_of(kind, bound)
+    inner = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind, include_extras=True)
+        values = _each([types[field.name] for field in fields(kind)])
+        return lambda raw: kind(*values(raw))
+    if NoneType in inner:
+        present = check_of(inner[0])
+        return lambda raw: None if raw is None else present(raw)
+    if get_origin(kind) is dict:
+        key, value = map(check_of, inner)
+        whole = _sized(dict, bound or _USUAL[dict])
+        return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
+    if Ellipsis in inner:
+        items, item = _sized(list, bound), check_of(inner[0])
+        return lambda raw: tuple(map(item, items(raw)))
+    if inner:
+        return _each(inner)
+    return (_number if kind in (int, bool) else _sized)(kind, bound or _USUAL[kind])
+
+
+def _number(kind: Any, bound: range) -> Check:
+    low, high = bound[0], bound[-1]
 
     def check(raw: Any) -> Any:
-        if type(raw) is not kind or not low <= (raw if is_number else len(raw)) <= high:
-            raise ProtocolError(f"expected {what}, not {show(raw)}")
-        return raw if items is None else tuple(items(raw))
+        if type(raw) is not kind or not low <= raw <= high:
+            raise ProtocolError(f"expected {kind.__name__} in {bound}, not {show(raw)}")
+        return raw
 
     return check
 
 
-def integer(low: int = 0, high: int = MAX_SERIAL) -> Check:
-    return is_a(int, low, high, f"an integer between {low} and {high}")
-
-
-def text(limit: int) -> Check:
-    return is_a(str, 0, limit, f"a text of at most {limit} characters")
-
-
-def optional(inner: Check, absent: Any = None) -> Check:
-    return lambda raw: raw if raw == absent else inner(raw)
-
-
-def one_of(values: tuple[str, ...]) -> Check:
+def _sized(kind: Any, lengths: range) -> Check:
     def check(raw: Any) -> Any:
-        if raw not in values:
+        if type(raw) is not kind or len(raw) not in lengths:
+            raise ProtocolError(f"expected {kind.__name__} with a length in {lengths}, not {show(raw)}")
+        return raw
+
+    return check
+
+
+def _each(kinds: Sequence[Any]) -> Check:
+    """A list with a type of its own for each of its items."""
+    items, checks = _sized(list, range(len(kinds), len(kinds) + 1)), [check_of(kind) for kind in kinds]
+    return lambda raw: tuple(map(call, checks, items(raw)))
+
+
+def _one_of(kind: Any, values: tuple[Any, ...]) -> Check:
+    def check(raw: Any) -> Any:
+        if type(raw) is not kind or raw not in values:
             raise ProtocolError(f"expected one of {values}, not {show(raw)}")
         return raw
 
     return check
 
 
-def several(kind: Any, low: int, high: int, what: str) -> Check:
-    return is_a(list, low, high, f"a list of {low} to {high} {what}", partial(map, check_of(kind)))
-
-
-def each(what: str, *checks: Check) -> Check:
-    """A list with a check of its own for each of its items."""
-    return is_a(list, len(checks), len(checks), what, partial(map, call, checks))
-
-
-def mapping(key: Check, value: Check) -> Check:
-    whole = is_a(dict, 0, MAX_MODELS, f"a map of at most {MAX_MODELS} names")
-    return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
-
-
-def blocks(size: int, limit: int, what: str) -> Check:
-    def check(raw: Any) -> bytes:
-        if type(raw) is not bytes or len(raw) > limit or len(raw) % size:
-            raise ProtocolError(f"expected {what}, not {show(raw)}")
-        return raw
-
-    return check
-
-
-_PLAIN = {int: integer(), bool: is_a(bool, 0, 1, "true or false"), str: text(MAX_NAME)}
-
-
-def check_of(kind: Any) -> Check:
-    """What a peer may send where a message has this type: a number of 64 bits, a name, or what ``Annotated`` says; an
-    object of a dataclass comes as a list of its fields."""
-    inner = get_args(kind)
-    if get_origin(kind) is Annotated:
-        check: Check = inner[1]
-        return check
-    if isinstance(kind, type) and is_dataclass(kind):
-        types = get_type_hints(kind, include_extras=True)
-        checks = [check_of(types[field.name]) for field in fields(kind)]
-        whole = each(f"the {len(checks)} fields of {kind.__name__}", *checks)
-        return lambda raw: kind(*whole(raw))
-    if NoneType in inner:
-        return optional(check_of(inner[0]))
-    return mapping(*map(check_of, inner)) if get_origin(kind) is dict else _PLAIN[kind]
-
-
-Number = Annotated[int, integer(1)]  # of a version, or a serial: they begin with 1; where 0 may be, there has been none
-Index = Annotated[int, integer(0, (1 << 31) - 1)]
-Short = Annotated[int, integer(0, 0xFFFF)]
-Checksum = Annotated[int, integer(0, (1 << 32) - 1)]
-Text = Annotated[str, text(MAX_TEXT)]
-Boot = Annotated[str, text(64)]
-Role = Annotated[str, one_of(ROLES)]
-Digest = Annotated[bytes, is_a(bytes, 16, 16, "16 bytes")]
-Descriptor = Annotated[bytes, is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")]
+Number = Annotated[int, range(1, MAX_SERIAL + 1)]  # of a version, or a serial; where 0 may be, there has been none
+Index = Annotated[int, range(1 << 31)]
+Short = Annotated[int, range(1 << 16)]
+Size = Annotated[int, range((1 << 42) + 1)]
+Checksum = Annotated[int, range(1 << 32)]
+Text = Annotated[str, range(MAX_TEXT + 1)]
+Boot = Annotated[str, range(65)]
+Role = Annotated[str, ("worker", "relay", "guest")]
+Digest = Annotated[bytes, range(16, 17)]
+Descriptor = Annotated[bytes, range(MAX_DESCRIPTOR + 1)]
 # Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
-Epoch = Annotated[tuple[int, int], each("an epoch", integer(0, MAX_START), integer())]
+Epoch = tuple[Annotated[int, range(MAX_START + 1)], int]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
-SlabInUse = Annotated[tuple[str, int], each("a model's name and a version", text(MAX_NAME), integer(1))]
-InUse = Annotated[tuple[SlabInUse, ...], several(SlabInUse, 0, MAX_IN_USE, "leased slabs")]
+InUse = Annotated[tuple[tuple[str, Number], ...], range(MAX_IN_USE + 1)]
 """Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.targets`."""
 
 
@@ -194,12 +182,14 @@ class Instruction:
 
     __slots__ = ()
     kind: ClassVar[int]
-    max_payload: ClassVar[int]
 
-    def __init_subclass__(cls, kind: int = 0, max_payload: int = 0) -> None:
-        if kind:
-            cls.kind, cls.max_payload = kind, max_payload
+    def __init_subclass__(cls, kind: int = 0) -> None:
+        cls.kind = kind or cls.kind
         INSTRUCTIONS[cls.kind] = cls  # twice: for its slots, a dataclass is made anew
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        """How many frames there should be. Raises ProtocolError: these cannot be those of this message."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +215,7 @@ class Hello(Instruction, kind=1):
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
+class Welcome(Instruction, kind=2):
     """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
     ``number``: counts those that this worker is sent; a refusal names the one that it answers. ``fanout``: the port
     beside the trainer's own where workers can subscribe; 0: there is none. ``sources``: the addresses of the trainer's
@@ -237,10 +227,13 @@ class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
     pid: Index
     boot: Boot
     namespace: int
-    models: dict[str, Annotated[bytes, optional(check_of(Digest), b"")]]
+    models: dict[str, Annotated[bytes, range(0, 17, 16)]]
     number: int = 0
     fanout: Short = 0
-    sources: Annotated[tuple[str, ...], several(Annotated[str, text(255)], 0, MAX_SOURCES, "addresses")] = ()
+    sources: Annotated[tuple[Annotated[str, range(256)], ...], range(MAX_SOURCES + 1)] = ()
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        return sum(1 for digest in self.models.values() if digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +268,12 @@ class Part:
     model_id: str
     version: Number
     digest: Digest
-    nbytes: Annotated[int, integer(0, 1 << 42)]
+    nbytes: Size
     crc: Checksum | None = None
     descriptor: Descriptor | None = None
     origin: int | None = None
     base: int = 0
-    source: Annotated[int, integer(0, MAX_SOURCES)] = 0
+    source: Annotated[int, range(MAX_SOURCES + 1)] = 0
 
     @property
     def streamed(self) -> int:
@@ -289,7 +282,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
+class Update(Instruction, kind=5):
     """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them. ``metadata`` is that of the
     publication, of which all parts are. ``packed``: a part's bytes that are fewer than the part has are encoded.
     ``phase``: APPLY it; STAGE it, and wait; or COMMIT, without a payload: apply what is staged as these versions."""
@@ -297,10 +290,19 @@ class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
     epoch: Epoch
     serial: Number
     eager: bool
-    parts: Annotated[tuple[Part, ...], several(Part, 1, MAX_MODELS, "Parts")]
+    parts: Annotated[tuple[Part, ...], range(1, MAX_MODELS + 1)]
     metadata: Annotated[bytes, check_metadata] = b""
     packed: bool = False
-    phase: Annotated[int, integer(APPLY, COMMIT)] = APPLY
+    phase: Annotated[int, (APPLY, STAGE, COMMIT)] = APPLY
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        parts = self.parts
+        if len(parts) > 1 and len({part.model_id for part in parts}) != len(parts):
+            raise ProtocolError("an update with two parts for one model")
+        for part, frame in zip(parts, payload[len(parts) :], strict=False):
+            if len(frame) != part.streamed and not (self.packed and 0 < len(frame) < part.streamed):
+                raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
+        return 0 if self.phase == COMMIT else (2 if self.eager else 1) * len(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +317,7 @@ class Fetch(Instruction, kind=6):
     start: int
     upto: int
     pushed: int = 0
-    bases: Annotated[tuple[int, ...], several(int, 0, MAX_MODELS, "versions")] = ()
+    bases: Annotated[tuple[int, ...], range(MAX_MODELS + 1)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,14 +327,14 @@ class Pull(Instruction, kind=27):
 
     epoch: Epoch
     version: Number
-    names: Annotated[tuple[str, ...], several(str, 1, MAX_MODELS, "names of models")]
+    names: Annotated[tuple[str, ...], range(1, MAX_MODELS + 1)]
     restart: int
     start: int
     upto: int
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Instruction, kind=7, max_payload=1):
+class Chunk(Instruction, kind=7):
     """Bytes of one part from ``offset`` on. ``crc``: their CRC-32. With a ``size``, there are so many of them, as
     :mod:`asyncsync.weights.encoding` encodes them; 0: the payload has them as they are. ``base``: Adler-32 of the same
     bytes of the version that FETCH has named: the payload encodes what has changed since, and without a payload nothing
@@ -340,11 +342,24 @@ class Chunk(Instruction, kind=7, max_payload=1):
 
     epoch: Epoch
     serial: Number
-    part: Annotated[int, integer(0, MAX_MODELS)]
+    part: Annotated[int, range(MAX_MODELS + 1)]
     offset: int
     crc: Checksum | None = None
-    size: Annotated[int, integer(0, MAX_CHUNK)] = 0
+    size: Annotated[int, range(MAX_CHUNK + 1)] = 0
     base: Checksum | None = None
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        if not self.size:
+            if self.base is not None or not payload or not 0 < len(payload[0]) <= MAX_CHUNK:
+                raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
+            return 1
+        if self.crc is None:
+            raise ProtocolError("an encoded chunk without its checksum")
+        if not payload and self.base is None:
+            raise ProtocolError("an encoded chunk without its bytes")
+        if payload and not 0 < len(payload[0]) < self.size:
+            raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {self.size}")
+        return min(1, len(payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +381,7 @@ class Applied(Instruction, kind=9):
     versions: dict[str, int]
     last: int = 0
     in_use: InUse = ()
-    serial: Annotated[int, integer(0, 0)] = 0  # the short form has its own coding
+    serial: Annotated[int, range(1)] = 0  # the short form has its own coding
 
     @classmethod
     def at_once(cls, epoch: Epoch, serial: int) -> Applied:
@@ -431,7 +446,7 @@ class Bye(Instruction, kind=13):
 
     epoch: Epoch
     nonce: Digest
-    reason: Annotated[str, text(32)]
+    reason: Annotated[str, range(33)]
     message: Text
 
 
@@ -446,7 +461,7 @@ class Released(Instruction, kind=14):
 
 
 @dataclass(frozen=True, slots=True)
-class Again(Instruction, kind=16, max_payload=1):
+class Again(Instruction, kind=16):
     """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
     descriptor names, or (None) with the slab's bytes as payload, and without metadata. A worker that has not seen that
     UPDATE, or has seen another one since, drops it."""
@@ -456,6 +471,9 @@ class Again(Instruction, kind=16, max_payload=1):
     since: Number
     version: Number
     descriptor: Descriptor | None
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        return 1 if self.descriptor is None else 0
 
     def expanded(self, part: Part) -> Update:
         """The same as an UPDATE of its one part."""
@@ -471,15 +489,18 @@ class Drop(Instruction, kind=24):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
+class Cast(Instruction, kind=23):
     """Payload: the frames of an UPDATE or AGAIN, its header first. It is for those who have had the announcement of the
     serial ``since`` as the latest, except those whose nonces' last eight bytes are among ``excluded``. With ``pushed``,
     the chunks follow to all subscribers."""
 
     epoch: Epoch
     since: Number
-    excluded: Annotated[bytes, blocks(NONCE_END, MAX_EXCLUDED, "eight bytes of each of some nonces")]
+    excluded: Annotated[bytes, range(0, MAX_EXCLUDED + 1, NONCE_END)]
     pushed: bool
+
+    def check_payload(self, payload: Sequence[Buffer]) -> int:
+        return max(1, len(payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,8 +527,8 @@ class Digests(Instruction, kind=26):
     nonce: Digest
     version: int
     start: int
-    count: Annotated[int, integer(0, MAX_ENTRIES)]
-    digests: Annotated[bytes, blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, PAGE)]
+    count: Annotated[int, range(MAX_ENTRIES + 1)]
+    digests: Annotated[bytes, range(0, MAX_DIGESTS * DIGEST_BYTES + 1, DIGEST_BYTES)]
     problem: Text = ""
 
 
@@ -555,7 +576,7 @@ class Relayed(Instruction, kind=20):
     number: Number
     whole: bool
     more: bool
-    workers: Annotated[tuple[RelayedWorker, ...], several(RelayedWorker, 0, MAX_RELAYED, "RelayedWorkers")]
+    workers: Annotated[tuple[RelayedWorker, ...], range(MAX_RELAYED + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,7 +596,7 @@ class ModelReport:
     that everybody should have (0: none yet)."""
 
     model_id: str
-    nbytes: Annotated[int, integer(0, 1 << 42)]
+    nbytes: Size
     digest: Digest | None
     version: int
 
@@ -588,16 +609,16 @@ class WorkerReport:
     COMMIT, without having applied it; ``taken_version``: the one that its user's code has taken; 0: none."""
 
     index: Index
-    state: Annotated[str, text(16)]
+    state: Annotated[str, range(17)]
     version: int
     target: int
     lag: int
     last_seen: int | None
     bytes_sent: int
-    reason: Annotated[str, text(MAX_REASON)]
+    reason: Annotated[str, range(MAX_REASON + 1)]
     pid: Index
     local: bool
-    versions: Annotated[tuple[int | None, ...], several(int | None, 0, MAX_REPORTED_MODELS, "versions")]
+    versions: Annotated[tuple[int | None, ...], range(MAX_REPORTED_MODELS + 1)]
     role: Role = "worker"
     relay: Index | None = None
     staged_version: int = 0
@@ -623,7 +644,7 @@ class Report(Instruction, kind=19):
 
     token: int
     epoch: Epoch
-    host: Annotated[str, text(255)]
+    host: Annotated[str, range(256)]
     pid: Index
     uptime: int
     version: int
@@ -633,8 +654,8 @@ class Report(Instruction, kind=19):
     counts: dict[str, int]
     refused: dict[str, int]
     dropped: dict[str, int]
-    models: Annotated[tuple[ModelReport, ...], several(ModelReport, 0, MAX_REPORTED_MODELS, "ModelReports")]
-    workers: Annotated[tuple[WorkerReport, ...], several(WorkerReport, 0, MAX_REPORTED, "WorkerReports")]
+    models: Annotated[tuple[ModelReport, ...], range(MAX_REPORTED_MODELS + 1)]
+    workers: Annotated[tuple[WorkerReport, ...], range(MAX_REPORTED + 1)]
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
