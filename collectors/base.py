@@ -157,7 +157,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _collected: Any  # frames
     _iter: Any  # batches before the newest one
     _profile_config: ProfileConfig | None = None
-    free_error: BaseException | None = None  # of collection in the background, or of its end, until it was raised
+    free_error: BaseException | None = None  # what ended collection in the background, until it was raised
     _count_of_calls: Any = None  # how many calls map_fn makes; None: as many as are given
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 

@@ -124,6 +124,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
         self._env_closed = False
+        self._close_error: Exception | None = None
         self._profiler: RolloutProfiler | None = None
         try:
             made = policy if policy_factory is None else policy_factory()
@@ -161,8 +162,8 @@ class Collector(BaseCollector, metaclass=Chooses):
         return self._lock.in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
-        if self._pre_collect_hook is not None:
-            self._call_hook(self._pre_collect_hook)
+        if (hook := self.pre_collect_hook) is not None:
+            self._call_hook(hook)
         try:
             with nullcontext() if self._profiler is None else self._profiler.rollout():
                 return self._rollouts.roll()
@@ -197,7 +198,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 try:
                     self._close_environment()
                 except Exception as error:  # the batch is whole: shutdown() raises it
-                    self.free_error = error
+                    self._close_error = error
             if buffer is not None or self._has_all_frames:
                 break
         return batch
@@ -211,8 +212,8 @@ class Collector(BaseCollector, metaclass=Chooses):
             if batch is not None:
                 rollouts.frames += batch.numel()
                 batch = processed(batch, arguments.postproc, split_trajs=arguments.split_trajs)
-                if self._post_collect_hook is not None:
-                    self._call_hook(self._post_collect_hook, batch)
+                if (hook := self.post_collect_hook) is not None:
+                    self._call_hook(hook, batch)
                 if self._trajectories is not None:
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
@@ -267,7 +268,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     def _check_can_wait(self) -> None:
         """Raises RuntimeError: this thread would wait for ever for a batch that it keeps from coming itself."""
         if self._pending is None or not self._pending.done():
-            self._lock.check_not_paused_here()
+            self._lock.check_caller()
 
     def _run_free(self) -> None:
         """Collect all batches, in the background. What ends that is kept, unless it is the collector's end."""
@@ -452,6 +453,10 @@ class Collector(BaseCollector, metaclass=Chooses):
         self.raise_free_error()
 
     def _close_environment(self) -> None:
+        """Close the environment, once. Raises what it raises, here or after the last batch."""
+        error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
         if not self._env_closed:
             self._env_closed = True
             environments.close(self._rollouts.env)

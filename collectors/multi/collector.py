@@ -554,7 +554,7 @@ class GroupCollector(BaseCollector):
         self.follow_versions(None)
 
     def follow_versions(self, place: Any, index: int = 0) -> None:
-        # For the workers of this collector: the page is the root's, of the tree.
+        # This collector's workers read the page of the tree's root.
         if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
             place = None  # some updates end here
         self.group.follow(place, index)

@@ -2,7 +2,8 @@
 
 Only the process's loop thread requests rollouts and takes results: :meth:`Driver.produce` is a coroutine there, in
 whatever thread or event loop a caller wants the batch. So Ctrl-C cancels it only where it awaits something, and the
-next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it.
+next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it. Where
+workers run free, a task there does the same without a caller.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Driver(ABC):
         self.left: deque[Batch] = deque()
         self.free_error: BaseException | None = None
         self._free: asyncio.Task[None] | None = None
+        self._reported: BaseException | None = None  # the last one that was free_error
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
@@ -140,6 +142,8 @@ class Driver(ABC):
     async def _serve(self, caller: Caller) -> None:
         """The next batch for this caller, first come, first served; None at the end. A caller whose batch takes long to
         process keeps the turn until :meth:`_leave`."""
+        if self._free is not None:
+            self._is_over()  # raises: the turn may come when all frames are collected, or never
         await self._turn.acquire()
         try:
             if self._is_over():
@@ -268,10 +272,13 @@ class Driver(ABC):
 
     def _is_in_vain(self) -> bool:
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
-        itself pauses the workers that it would wait for; else as :meth:`_is_over`."""
+        itself pauses the workers that it would wait for, or frames go to the replay buffer; ClosedError: after the end,
+        or in a forked process."""
         if self._pauses:
             check_not_paused_here(self._name, self._pauses)
-        return self._is_over()
+        # Else another caller may still leave the last batch to this one.
+        is_told_here = self._free is not None or self._collector.closed or not self.group.is_ours
+        return is_told_here and self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
         """The batch of its rollouts."""
@@ -350,45 +357,55 @@ class Driver(ABC):
         return self._free is not None
 
     async def _run_free(self) -> None:
+        group = self.group
         try:
             async with self._turn:
                 await self._roll_free()
         except Exception as error:
-            if not self.group.ending:  # nobody may be waiting for the frames
-                logger.error("an error ended collection in the background", exc_info=error)
-                self.free_error = error
+            failure = error if group.failure is None else group.failure
+            is_the_end = group.ending and failure is error
+            if not is_the_end and failure is not self._reported:  # nobody may be waiting for the frames
+                logger.error("an error ended collection in the background", exc_info=failure)
+                self.free_error = self._reported = failure
         finally:
             self._free = None
 
     async def _roll_free(self) -> None:
-        """Have the workers roll out into the replay buffer until there are enough frames. Those that have been
-        collected or requested count."""
-        arguments, workers = self._arguments, range(len(self._arguments.frames))
-        under_way, done = [int(worker in self.busy) for worker in workers], [0 for _ in workers]
+        """Have the workers roll out into the replay buffer until there are enough frames. Frames that were collected or
+        requested before count."""
+        arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
         batch = self._free_batch()
+        begun = [0 for _ in workers]
+        under_way = [int(worker in self.busy) for worker in workers]  # also those whose results nobody has taken
+
+        def take(result: RolloutResult) -> None:
+            self.frames += result.frames
+            under_way[result.worker] -= 1
 
         def requested() -> int:
             return self.frames + sum(n * frames for n, frames in zip(under_way, arguments.frames, strict=True))
 
-        begin = requested()
-
         def go_on(worker: int) -> None:
             while under_way[worker] < AHEAD:
-                before = requested() if batch is None else begin + done[worker] * batch
+                # In step, a worker counts as if all others had begun as many rollouts as it has itself.
+                before = requested() if batch is None else begin + begun[worker] * batch
                 if before >= arguments.total_frames:
                     return
-                self.group.request(worker, FREE, before < arguments.init_random_frames)
+                group.request(worker, FREE, before < arguments.init_random_frames)
                 under_way[worker] += 1
-                done[worker] += 1
+                begun[worker] += 1
 
+        await group.until(lambda: True)  # raises what has ended collection before
+        while group.results:
+            take(group.results.popleft())
+        begin = requested()
         for worker in workers:
             go_on(worker)
         while any(under_way):
-            result = await self.group.next_result()
-            self.frames += result.frames
-            under_way[result.worker] -= 1
+            result = await group.next_result()
+            take(result)
             go_on(result.worker)
-        self.busy = {}
+        self.busy = {}  # these rollouts have been counted
 
     def _free_batch(self) -> int | None:
         """Frames of one rollout of every worker, if each does as many as the others when they run free; None: each

@@ -44,7 +44,7 @@ class RolloutDevices:
     """The devices of a collector's rollouts, from its arguments.
 
     Attributes:
-        device: of those of the next three that were not given.
+        device: where the next three are, unless they were given.
         storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
         no_cuda_sync: nothing waits for copies.
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.

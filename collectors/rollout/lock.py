@@ -59,9 +59,10 @@ class RolloutLock:
             with self._changed:
                 # Without a limit: a block in standing() may last any time; only the wait for its beginning has a
                 # timeout. Of several threads that have waited, the first to wake rolls out.
-                while self._asking or self.closed or self._roller is not None:
-                    self._check_may_roll()
+                self._check_may_roll()
+                while self._asking:
                     self._changed.wait(LOOK_SECONDS)
+                    self._check_may_roll()
                 mine = True
                 self._roller = threading.current_thread()
                 self._inside = True
@@ -73,8 +74,8 @@ class RolloutLock:
                 self._end_turn()
 
     def _check_may_roll(self) -> None:
-        """Raises RuntimeError, ClosedError: it would be in vain to wait until this thread may roll out."""
-        self.check_not_paused_here()
+        """Raises RuntimeError, ClosedError: this thread will not get its turn, however long it waits."""
+        self.check_caller()
         if self._roller is not None:
             where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
             raise RuntimeError(
@@ -87,7 +88,7 @@ class RolloutLock:
         if self.closed:
             raise ClosedError(f"this {self._name} has been shut down")
 
-    def check_not_paused_here(self) -> None:
+    def check_caller(self) -> None:
         """Raises RuntimeError: the caller, about to wait for a rollout, is inside :meth:`standing` and so stops it."""
         with self._changed:
             check_not_paused_here(self._name, self._asking.values())
@@ -124,7 +125,7 @@ class RolloutLock:
     def standing(self, timeout: float, owner: object = None, *, if_open: bool = True) -> Iterator[None]:
         """A block of a task or (None) of the calling thread in which no step is under way, and none begins. In the
         thread that rolls out: just a block. Raises AckTimeout: the step under way took longer than ``timeout``
-        seconds; ClosedError: ``if_open``, and after :meth:`close`."""
+        seconds; ClosedError: after :meth:`close`, unless ``if_open`` is False."""
         if if_open:
             self._check_open()
         if self.is_mine:

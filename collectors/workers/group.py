@@ -249,7 +249,7 @@ class WorkerGroup:
 
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
-        if self._pid != os.getpid():
+        if not self.is_ours:
             raise ClosedError(
                 f"this {self._owner} belongs to process {self._pid}, from which this process was forked: use it there, "
                 "or make a new one here"
@@ -490,7 +490,7 @@ class WorkerGroup:
     # -- failures and losses ------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        if self.failure is None:
+        if self.failure is None and not self.ending:
             self.failure = error
         self._notify()
 

@@ -200,6 +200,35 @@ def test_start_in_a_pause_sets_workers_free_after_their_rollouts(buffer: SharedB
         collector.reset()
 
 
+async def test_a_batch_that_was_cut_counts_as_it_is_when_workers_are_set_free(buffer: SharedBuffer) -> None:
+    given = options(replay_buffer=buffer, frames_per_batch=24, total_frames=48, preemptive_threshold=0.5)
+    async with MultiSyncCollector([make(), make(delay=0.3)], policy(), **given) as collector:
+        cancelled = asyncio.ensure_future(anext(collector))
+        await until(lambda: collector.group.results)  # of one worker: the rollout of the other one is cut
+        cancelled.cancel()
+        await until(lambda: len(collector.group.results) == 2)
+        assert buffer.count() < 24
+        collector.start()
+        await until(lambda: not collector.is_running(), 50)
+        assert buffer.count() == collector.stats()["frames"] >= 48
+
+
+def test_who_asks_for_a_batch_just_when_workers_are_set_free_is_told(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MultiAsyncCollector([make(delay=0.02)], policy(), **options(replay_buffer=buffer)) as collector:
+        check = collector._driver._is_in_vain
+
+        def late() -> bool:
+            result = check()
+            collector.start()
+            return result
+
+        monkeypatch.setattr(collector._driver, "_is_in_vain", late)
+        with pytest.raises(RuntimeError, match="background"):
+            collector.next()
+
+
 @pytest.mark.parametrize("again", ["total_frames", "load_state_dict"])
 def test_a_collector_that_has_run_free_rolls_out_and_pauses_as_before(again: str, buffer: SharedBuffer) -> None:
     given = options(replay_buffer=buffer, extend_buffer=False, frames_per_batch=4, total_frames=4)

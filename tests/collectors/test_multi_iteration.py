@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,7 @@ from asyncsync.errors import AckTimeout, ClosedError
 from helpers import planted
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import Counting, make, options, policy, settled
+from helpers.pairs import until
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 FACTORIES = [make(length=5), make(length=3)]
@@ -141,6 +143,23 @@ async def test_who_asks_while_another_awaits_waits_in_line(waiting: Any) -> None
     batches += await asyncio.gather(anext(waiting), asyncio.to_thread(waiting.next), anext(waiting))
     assert cancelled.cancelled()
     assert sorted(steps(batch)[0][0] for batch in batches) == [0, 1, 3, 4]  # of 5 steps: each batch has three
+
+
+@BOTH
+async def test_the_last_batch_goes_to_the_next_caller_if_its_own_is_cancelled(kind: Any) -> None:
+    def slowly(batch: Any) -> Any:
+        time.sleep(0.3)
+        return batch
+
+    async with kind([make()], policy(), **options(total_frames=6, postproc=slowly)) as collector:
+        first = asyncio.ensure_future(anext(collector))
+        await until(lambda: collector.stats()["frames"], 20)
+        second = asyncio.ensure_future(anext(collector))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        batch: Any = await second
+        assert batch.numel() == 6
+        assert first.cancelled()
 
 
 def test_threads_take_turns(waiting: Any) -> None:

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, PeerLost, RemoteError
+from asyncsync.runtime import loop_thread
 from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, ask, gone_within, make, options, policy
 from helpers.collecting_single import Buffer
 
@@ -193,6 +194,33 @@ def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.Lo
             collector.pause().__enter__() if way == "pause" else getattr(collector, way)()
         assert "background" in caplog.text
     finally:
+        collector.shutdown()
+
+
+def test_what_has_ended_a_free_running_collector_is_raised_once() -> None:
+    collector: Any = MultiAsyncCollector([make(fail_at=20), make()], policy(), **options(replay_buffer=Shared()))
+    try:
+        for _ in range(2):  # the second time there is nobody to set free
+            collector.start()
+            while collector.is_running():
+                time.sleep(0.01)
+            with pytest.raises(ValueError, match="the environment has failed"):
+                collector.pause().__enter__()
+    finally:
+        collector.shutdown()
+
+
+def test_a_failure_just_before_the_end_of_a_free_running_collector_surfaces() -> None:
+    given = options(replay_buffer=Shared(), frames_per_batch=24)
+    collector: Any = MultiAsyncCollector([make(delay=0.01)], policy(), **given)
+    collector.start()
+
+    async def fail_and_end() -> None:
+        collector.group._fail(ValueError("a worker's"))
+        await collector.group._shutdown(5.0)
+
+    loop_thread.run(fail_and_end)
+    with pytest.raises(ValueError, match="a worker's"):
         collector.shutdown()
 
 

@@ -122,7 +122,7 @@ def launch_again(group: WorkerGroup, family: Family, rank: int = 0) -> None:
 
 
 class Collector:
-    """Nobody's: workers are set free without one."""
+    """Stands for the collector, which these tests do not need."""
 
 
 def run_free(group: WorkerGroup, total: int) -> AsyncDriver:
