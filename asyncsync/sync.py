@@ -25,12 +25,12 @@ from asyncsync.bus.status import BusStatus, WorkerStatus
 from asyncsync.bus.verifying import NotComparable
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.schemes import none as _none
+from asyncsync.schemes import remote_calls as _remote_calls
+from asyncsync.schemes import shared_memory as _shared_memory
+from asyncsync.schemes import torch_distributed as _torch_distributed
+from asyncsync.schemes import zmq as _zmq
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.none import BlockingCountingBus, NoSyncCore
-from asyncsync.schemes.remote_calls import RayCore, RPCCore, TransformCore
-from asyncsync.schemes.shared_memory import CopyCore, NearAndFarCore, SlotCore
-from asyncsync.schemes.torch_distributed import DistributedCore
-from asyncsync.schemes.zmq import ChunkCore
 from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
@@ -68,11 +68,11 @@ __all__ = [
 __all__ += _errors.__all__
 
 
-class ZMQWeightSyncScheme(ChunkCore, WeightSyncScheme):
+class ZMQWeightSyncScheme(_zmq.ChunkCore, WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
 
 
-class SharedMemWeightSyncScheme(SlotCore, WeightSyncScheme):
+class SharedMemWeightSyncScheme(_shared_memory.SlotCore, WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     def receive(self, timeout: float | None = None) -> None:
@@ -89,35 +89,35 @@ class SharedMemWeightSyncScheme(SlotCore, WeightSyncScheme):
         self.run_on_loop(lambda: self.take_in(timeout))
 
 
-class MultiProcessWeightSyncScheme(CopyCore, WeightSyncScheme):
+class MultiProcessWeightSyncScheme(_shared_memory.CopyCore, WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-class AutoWeightSyncScheme(NearAndFarCore, WeightSyncScheme):
+class AutoWeightSyncScheme(_shared_memory.NearAndFarCore, WeightSyncScheme):
     """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, with the blocking
     API; see :class:`asyncsync.AutoWeightSyncScheme`."""
 
 
-class DistributedWeightSyncScheme(DistributedCore, WeightSyncScheme):
+class DistributedWeightSyncScheme(_torch_distributed.DistributedCore, WeightSyncScheme):
     """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`."""
 
 
-class RPCWeightSyncScheme(RPCCore, WeightSyncScheme):
+class RPCWeightSyncScheme(_remote_calls.RPCCore, WeightSyncScheme):
     """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
 
 
-class RayWeightSyncScheme(RayCore, WeightSyncScheme):
+class RayWeightSyncScheme(_remote_calls.RayCore, WeightSyncScheme):
     """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-class RayModuleTransformScheme(TransformCore, WeightSyncScheme):
+class RayModuleTransformScheme(_remote_calls.TransformCore, WeightSyncScheme):
     """Weights for the module of a RayModuleTransform, with the blocking API; see
     :class:`asyncsync.RayModuleTransformScheme`."""
 
 
-class NoWeightSyncScheme(NoSyncCore, WeightSyncScheme):
+class NoWeightSyncScheme(_none.NoSyncCore, WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
     ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
-    own_bus_class = BlockingCountingBus
+    own_bus_class = _none.BlockingCountingBus

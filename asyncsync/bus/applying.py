@@ -66,7 +66,7 @@ class Applying(Link):
 
     def show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
         """The models have these versions. Under the gate: inside a hold, the version is that of what is read."""
-        # A new dict, because other threads may be looking at this one.
+        # A new dict, because other threads may be looking at this one. A relay sees by it that something is new.
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
     def acting(self, models: Iterable[str]) -> Acting:

@@ -144,15 +144,15 @@ class BusOptions(WireOptions, total=False):
 
 
 class ModelsOnBus(Protocol):
-    """A bus with all its models, or a scheme with its one. What both show, and what is called on both, is written once,
-    as methods of a bus that a scheme has, too."""
+    """A bus with all its models, or a scheme with its one: what the methods that both have need of either. They are
+    written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
 
     is_shut_down: bool
 
-    def shown(self) -> tuple[BusCore, Collection[str]]:
+    def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
         """The bus, and these models."""
 
-    def reach(self) -> tuple[BusCore, list[str] | None]:
+    def _open_bus_and_models(self) -> tuple[BusCore, list[str] | None]:
         """The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more)."""
 
     async def _shutdown(self, timeout: float) -> None: ...
@@ -650,17 +650,17 @@ class BusCore:
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
-    def shown(self) -> tuple[BusCore, Collection[str]]:
+    def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
         return self, self.schemes
 
-    def reach(self) -> tuple[BusCore, list[str] | None]:
+    def _open_bus_and_models(self) -> tuple[BusCore, list[str] | None]:
         return self, None
 
     def hold(self: ModelsOnBus) -> Hold[Shown]:
         """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
         ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
         ``bus.hold()``, the newest that any of its models shows."""
-        bus, models = self.reach()
+        bus, models = self._open_bus_and_models()
         return bus.hold_of(bus.schemes if models is None else models)
 
     @property
@@ -670,7 +670,7 @@ class BusCore:
 
         On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
         """
-        bus, models = self.shown()
+        bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return link.machine.published
         return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
@@ -679,7 +679,7 @@ class BusCore:
     def epoch(self: ModelsOnBus) -> str:
         """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
         follows; empty while there is none."""
-        bus, _ = self.shown()
+        bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return epoch_text(link.machine.epoch)
         return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
@@ -688,7 +688,7 @@ class BusCore:
     def metadata(self: ModelsOnBus) -> dict[str, Any]:
         """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
         switches with the model, as the version does."""
-        bus, models = self.shown()
+        bus, models = self._bus_and_models()
         return bus.metadata_of(models)
 
     def state_dict(self: ModelsOnBus) -> dict[str, int]:
@@ -697,7 +697,7 @@ class BusCore:
         Raises:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
-        bus, _ = self.shown()
+        bus, _ = self._bus_and_models()
         bus.check_counts()
         return {"version": bus.version}
 
@@ -710,7 +710,7 @@ class BusCore:
             ClosedError: this bus was shut down.
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
-        bus, _ = self.shown()
+        bus, _ = self._bus_and_models()
         bus.check_counts()
         version = state.get("version") if isinstance(state, Mapping) else None
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
@@ -722,7 +722,7 @@ class BusCore:
     @property
     def closed(self: ModelsOnBus) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        bus, _ = self.shown()
+        bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, WorkerLink) and link.machine.session.ended is not None:
             return True
         return self.is_shut_down or bus.is_shut_down
@@ -730,7 +730,7 @@ class BusCore:
     def status(self: ModelsOnBus) -> BusStatus:
         """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
         sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
-        bus, models = self.shown()
+        bus, models = self._bus_and_models()
         return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
     def hold_of(self, models: Collection[str]) -> Hold[Shown]:

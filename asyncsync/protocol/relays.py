@@ -29,7 +29,7 @@ from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
 AT_ONCE = 64  # workers that are asked by VERIFY at a time
-KEPT_QUESTIONS = 1024  # to the sender above, each of which stands for all that workers have asked in one turn
+KEPT_QUESTIONS = 8  # of each worker: one comes per second until there is an answer
 
 
 @dataclass(slots=True, eq=False)
@@ -193,8 +193,7 @@ class Questions:
         self.new: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        # In order: the number of a question above, and of the workers' for which it stands.
-        self._asked: deque[tuple[int, dict[int, int]]] = deque(maxlen=KEPT_QUESTIONS)
+        self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
 
     def put(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:
@@ -204,22 +203,23 @@ class Questions:
 
     def passed_on(self, number: int) -> None:
         """All new ones have been asked above, with this number."""
-        self._asked.append((number, self.new))
+        self._asked = {worker: asked for worker, asked in self._asked.items() if worker in self._membership.peers}
+        for worker, seq in self.new.items():
+            self._asked.setdefault(worker, deque(maxlen=KEPT_QUESTIONS)).append((number, seq))
         self.new = {}
 
     def answered(self, number: int, above: Mapping[str, int]) -> None:
         """The root has answered what was asked with this number, and all before: what everybody should have."""
-        found: dict[int, int] = {}
-        while self._asked and self._asked[0][0] <= number:
-            found |= self._asked.popleft()[1]
-        for worker, seq in found.items():
-            if (peer := self._membership.peers.get(worker)) is not None and not peer.lost:
+        for worker, asked in self._asked.items():
+            seq = None
+            while asked and asked[0][0] <= number:
+                _, seq = asked.popleft()
+            if seq is not None and (peer := self._membership.peers.get(worker)) is not None and not peer.lost:
                 self._answer(peer, seq, above, root=True)
 
     def restart(self) -> None:
         """Another trainer's versions are served from here on: whoever wants to know asks again."""
-        self.new = {}
-        self._asked.clear()
+        self.new, self._asked = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}

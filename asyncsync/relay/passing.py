@@ -69,7 +69,9 @@ class Passing(Relaying):
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
-        self._replaced: Replaced | None = None  # by the update that is being passed on; None: none is
+        self._replaced: Replaced | None = (
+            None  # by the update that is passed on now, in slots nothing; None: none is passed on
+        )
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
         self.adopted(messages.NO_EPOCH)

@@ -73,11 +73,13 @@ class Relay:
         if kept is not None:
             epoch, models = kept
             self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
-            shown = {m: (epoch, v, slab.origin or v, metadata) for m, (v, slab, metadata) in models.items()}
-            self.upstream.shown = shown
+            self.upstream.shown = {
+                m: (epoch, v, v if slab.origin is None else slab.origin, metadata)
+                for m, (v, slab, metadata) in models.items()
+            }
             self.passing.restore(epoch, models, self.downstream.loop.time())
             self.downstream.settle()
-        self._saved = self.upstream.shown
+        self._saved = self.upstream.shown  # another one, whenever a model shows something new
         self.upstream.settled = self.downstream.settled = self._settled
 
     # -- the two links ----------------------------------------------------------------------------------------------
@@ -110,9 +112,9 @@ class Relay:
                 await self._save()
 
     async def _save(self) -> None:
-        """Write what is here of the newest trainer, unless nothing is new."""
+        """Write the newest trainer's versions, unless they are written already."""
         held, shown = self.upstream.machine.holdings.held, self.upstream.shown
-        if self.keep is None or shown is self._saved:
+        if self.keep is None or shown is self._saved or not held:  # the link is closed
             return
         self._saved = shown
         newest = max(epoch for epoch, *_ in held.values())

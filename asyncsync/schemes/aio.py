@@ -123,7 +123,7 @@ class Bus(BusCore):
             NotConnected: nobody is to get it.
             ClosedError, Fenced: this side has ended.
         """
-        bus, models = self.reach()
+        bus, models = self._open_bus_and_models()
         await bus.await_staged(version, worker_ids, timeout, models, quorum)
 
     async def commit(
@@ -140,7 +140,7 @@ class Bus(BusCore):
         Raises:
             ValueError: the version is not staged (any more); the message says what there is instead.
         """
-        bus, models = self.reach()
+        bus, models = self._open_bus_and_models()
         await bus.commit_and_wait(version, worker_ids, timeout, models, quorum)
 
     async def drop(self: ModelsOnBus, version: int) -> None:
@@ -149,7 +149,7 @@ class Bus(BusCore):
         Raises:
             ValueError: the version is not staged (any more); the message says what there is instead.
         """
-        self.reach()[0].drop_staged(version)
+        self._open_bus_and_models()[0].drop_staged(version)
 
     async def wait_version(
         self: ModelsOnBus,
@@ -160,7 +160,7 @@ class Bus(BusCore):
         quorum: int | None = None,
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has; of a bus, with every model for which it has been told of one.
+        worker has applied it; on a bus, with every model for which it has heard of a version.
 
         Args:
             version: as returned by ``publish``.
@@ -176,11 +176,11 @@ class Bus(BusCore):
             ValueError, TypeError: an unknown worker, or a version that was not published.
             ClosedError, Fenced: this side has ended.
         """
-        bus, models = self.reach()
+        bus, models = self._open_bus_and_models()
         await bus.await_version(version, worker_ids, timeout, models, quorum)
 
     async def wait_lag(self: ModelsOnBus, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind, with the model, or with any of a bus.
+        """Receiver: wait until this worker is not too far behind with its model; on a bus, with any of its models.
 
         The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
         what it has applied is at most ``max_lag`` versions behind what the sender has answered.
@@ -199,7 +199,7 @@ class Bus(BusCore):
             RuntimeError: this is a sender.
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
-        bus, models = self.reach()
+        bus, models = self._open_bus_and_models()
         return await bus.await_lag(models or list(bus.schemes), max_lag, timeout)
 
     async def shutdown(self: ModelsOnBus, timeout: float = 5.0) -> None:

@@ -63,14 +63,14 @@ def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self.shown()[0].awaitable(make(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0]._awaitable(make(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
     call.__name__ = f"{name}_async"
     call.__doc__ = (
         f":meth:`{name}` for a coroutine of any event loop; returns the version. The source must not change until it "
-        "returns. What follows may keep that loop busy: the weights travel by another."
+        "returns. The weights travel by the library's own loop, however busy that one is."
     )
     return call
 
@@ -156,7 +156,7 @@ class Bus(BusCore):
         # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
-    awaitable = staticmethod(loop_thread.awaitable)
+    _awaitable = staticmethod(loop_thread.awaitable)
 
     @property
     def _running(self) -> TrainerLink | WorkerLink | None:

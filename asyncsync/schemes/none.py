@@ -78,7 +78,7 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
         return blocking.now(make())
 
     @staticmethod
-    async def awaitable(make: blocking.Make[T]) -> T:
+    async def _awaitable(make: blocking.Make[T]) -> T:
         return await make()
 
     def take_here(self, weights: Any, workers: list[int] | None) -> Any:

@@ -593,7 +593,12 @@ class RayCore(RemoteCallCore):
         if ray is None or not ray.is_initialized():
             return None
         name = ray.get_runtime_context().get_task_name() or ""
-        return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
+        if not name.startswith(MARK):
+            return None
+        try:
+            return Call.decode(base64.b64decode(name.removeprefix(MARK)))
+        except (ValueError, TypeError):
+            return None  # a name of the user's
 
 
 async def _returned(reference: Any, worker: int) -> None:

@@ -49,10 +49,8 @@ from asyncsync.weights.tree import FlatWeights, Path
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
-
-
 PACKAGES = "asyncsync", "asyncsync.sync"  # of the asyncio and of the blocking API
-BACKENDS = {
+SCHEMES_BY_BACKEND = {
     "auto": "AutoWeightSyncScheme",
     "direct": "NoWeightSyncScheme",
     "distributed": "DistributedWeightSyncScheme",
@@ -165,9 +163,11 @@ class Scheme(ABC):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
-        if not isinstance(backend, str) or backend not in BACKENDS:
-            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(BACKENDS)}.")
-        scheme: Self = getattr(import_module(PACKAGES[cls.is_blocking]), BACKENDS[backend])(**kwargs)
+        if not isinstance(backend, str) or backend not in SCHEMES_BY_BACKEND:
+            raise ValueError(
+                f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(SCHEMES_BY_BACKEND)}."
+            )
+        scheme: Self = getattr(import_module(PACKAGES[cls.is_blocking]), SCHEMES_BY_BACKEND[backend])(**kwargs)
         return scheme
 
     @property
@@ -292,10 +292,10 @@ class Scheme(ABC):
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus.check_open(self.role)
 
-    def shown(self) -> tuple[BusCore, Collection[str]]:
+    def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
         return self._bus, (self.topic,)
 
-    def reach(self) -> tuple[BusCore, list[str] | None]:
+    def _open_bus_and_models(self) -> tuple[BusCore, list[str] | None]:
         self._check_open()
         return self._bus, [self.topic]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,8 +120,13 @@ class Sources:
             if workers is not None and by_worker(weights):
                 weights = {worker: given for worker, given in weights.items() if worker in workers}
         if by_worker(weights):
-            allowed = range(sys.maxsize if count is None else count) if workers is None else workers
-            if wrong := [worker for worker in weights if worker not in allowed]:
+            if wrong := [
+                worker
+                for worker in weights
+                if worker < 0
+                or (count is not None and worker >= count)
+                or (workers is not None and worker not in workers)
+            ]:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
             if without := sorted(set(workers or ()) - weights.keys()):
                 raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
