@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import prod
 from operator import is_
 from os.path import commonprefix
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Patterns = str | Sequence[str] | None
-Repointing = tuple[list[int], list[int]]
 
 T = TypeVar("T")
 
@@ -256,15 +255,10 @@ class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
     pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
     ``memory`` is where the tensors were the last time; ``sizes`` are their bytes. Of a layout's plan, ``order`` has the
-    view of the slab for each tensor, and ``states`` the names of extra state with the view for each.
-
-    ``repointing``: how the last update came in, if it gave some tensors their memory in a slab. The next one comes the
-    same way if all still lie where they were left. Positions of the tensors that need no more than new memory, and of
-    those that are copied to where they are."""
+    view of the slab for each tensor, and ``states`` the names of extra state with the view for each."""
 
     order: Sequence[int] = ()
     states: Sequence[tuple[str, int]] = ()
-    repointing: Repointing | None = None
 
     def __init__(self, model: ModelTensors, specs: Specs) -> None:
         self.model = model
@@ -332,6 +326,16 @@ class Plan:
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
 
 
+class Repointing(NamedTuple):
+    """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if they
+    still lie where they were left. ``moved`` and ``copied`` are positions in the plan: of the tensors that got their
+    memory in the slab, and need no more than new memory next time, and of those that were copied to where they were."""
+
+    plan: Plan
+    moved: list[int]
+    copied: list[int]
+
+
 class BoundModel:
     """A model that updates are written to.
 
@@ -344,6 +348,7 @@ class BoundModel:
         plans: those of the latest layouts, by digest; a new table whenever the model is looked through anew.
         is_repointed, repointed: whether some of the model's memory may be a slab's, and the tensors that got such
             memory.
+        repointing: how the last update came in, if it gave some tensors such memory.
     """
 
     def __init__(
@@ -361,6 +366,7 @@ class BoundModel:
         self.inplace = inplace
         self.is_repointed = False
         self.repointed: list[torch.Tensor] = []
+        self.repointing: Repointing | None = None
         self.plans: dict[bytes, Plan] = {}
         self._model = model
         self._extract_as = extract_as

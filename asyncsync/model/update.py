@@ -129,11 +129,10 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and plan.repointing is not None and plan.memory.again(found):
-            self._repointing, sources = plan.repointing, self._sources
-            moved, copied = plan.repointing
-            self._copies = [found[i] for i in copied], [sources[i] for i in copied]
-            self._repointed = [(found[i], sources[i]) for i in moved]
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
+            self._repointing, sources = last, self._sources
+            self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
+            self._repointed = [(found[i], sources[i]) for i in last.moved]
         else:
             self._pieces = None
             self._resolve_each(found)
@@ -213,7 +212,7 @@ class ModelUpdate(Prepared):
                     self._copies[1].append(source)
                     copied.append(i)
         if len(moved) + len(copied) == len(found):
-            self._repointing = moved, copied
+            self._repointing = Repointing(self._plan, moved, copied)
 
     def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(owner):
@@ -222,10 +221,11 @@ class ModelUpdate(Prepared):
 
     def apply(self) -> None:
         destinations, sources = self._copies
-        if self._pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
-            copy_bytes(views, self._pieces)
+        pieces = self._pieces if destinations else None
+        if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
+            copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
-        else:
+        elif destinations:
             copy_tensors(destinations, sources)
         if self._repointed:
             self._repoint()
@@ -234,12 +234,12 @@ class ModelUpdate(Prepared):
         forget_computed()
 
     def _repoint(self) -> None:
-        model, slab, plan = self._model, self._slab, self._plan
-        is_new = slab is not None and (self._repointing is None or self._repointing is not plan.repointing)
+        model, slab, repointing = self._model, self._slab, self._repointing
+        is_new = slab is not None and (repointing is None or repointing is not model.repointing)
         if slab is not None:
             slab.holds_parameters = model.is_repointed = True
         if is_new:
-            plan.repointing = None
+            model.repointing = None
             model.repointed += [destination for destination, _ in self._repointed]
         for destination, source in self._repointed:
             destination.data = source
@@ -249,9 +249,9 @@ class ModelUpdate(Prepared):
             slab.holds_all_parameters = True
         if is_new:
             model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
-            plan.repointing = self._repointing
-        if self._repointing is not None:
-            plan.memory.note([owner[key] for owner, key in plan.locations])
+            model.repointing = repointing
+        if repointing is not None:
+            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for module, value in self._given:
