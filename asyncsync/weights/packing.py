@@ -11,6 +11,7 @@ as before: :class:`AddressCache`, :class:`SourceCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from asyncsync.weights.copying import clone, copy_tensors, is_bytes, memory_of
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tensors import are_plain, check_source, have_specs, own_value
-from asyncsync.weights.tree import FlatWeights, dotted
+from asyncsync.weights.tree import FlatWeights, Path, dotted
 
 PROGRESS_BYTES = 4 << 20
 FEW = 16
 MOST = 4096
 CACHED_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
+_is_cpu = attrgetter("is_cpu")
 _nbytes = torch.UntypedStorage.nbytes
 
 
@@ -192,23 +194,28 @@ class SourceCache:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._memory = AddressCache()
-        self._paths = [entry.path for entry in layout.entries]
+        self._paths: list[Path] = []
+        self._ordered: list[memoryview] | None = None  # the bytes in the order of the layout
 
     def again(self, flat: FlatWeights) -> list[memoryview] | None:
         """The bytes of these weights, an item per entry of the layout, valid until a tensor gets other memory; None:
         they may be other tensors."""
-        return self._memory.views or None if self._memory.again(self._stored(flat)) else None
+        if self._ordered is None or flat.values or not self._memory.again(list(flat.tensors.values())):
+            return None
+        return self._ordered if list(flat.tensors) == self._paths else None
 
     def learn(self, flat: FlatWeights) -> None:
         """Remember these weights, which have the layout."""
-        self._memory.of(self._stored(flat))
-
-    def _stored(self, flat: FlatWeights) -> list[torch.Tensor]:
-        """The tensors in the order of the layout; empty: there are others, or to send them takes more than to copy
-        their bytes."""
-        if self.layout.nbytes > CACHED_BYTES or flat.values or len(flat.tensors) != len(self._paths):
-            return []
-        try:
-            return [flat.tensors[path] for path in self._paths]
-        except KeyError:
-            return []
+        layout = self.layout
+        if (
+            layout.nbytes > CACHED_BYTES
+            or layout.aliases
+            or flat.values
+            or not all(map(_is_cpu, flat.tensors.values()))
+        ):
+            return
+        self._ordered = None
+        if (views := self._memory.of(list(flat.tensors.values()))) is not None:
+            self._paths = list(flat.tensors)
+            at = {path: i for i, path in enumerate(self._paths)}
+            self._ordered = [views[at[entry.path]] for entry in layout.entries]

@@ -292,7 +292,7 @@ def test_other_tensors_names_or_values_beside_them_are_not_the_same_again(count:
     assert known.again(flatten({**weights, "t1": weights["t1"].clone()})) is None
     assert known.again(flatten({**weights, "more": torch.ones(1)})) is None
     assert known.again(flatten({name: weights[name] for name in list(weights)[:-1]})) is None
-    assert known.again(flatten(dict(reversed(weights.items())))) == known.again(flatten(weights)), "by their names"
+    assert known.again(flatten(dict(reversed(weights.items())))) is None
     renamed = {("x" if name == "t1" else name): tensor for name, tensor in weights.items()}
     assert known.again(flatten(renamed)) is None
     flat = flatten(weights)
