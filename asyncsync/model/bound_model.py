@@ -232,6 +232,15 @@ class ModelTensors:
             else:
                 self.owners[name] = (model, key)
 
+    def in_parts(self) -> set[int]:
+        """Where memory begins that several of the tensors have, but not in the same way: a view and its base, or a
+        Parameter and a buffer."""
+        places: dict[int, set[Any]] = {}
+        for tensor in map(self.get, self.owners):
+            if type(tensor) in PLAIN and lies_in_memory(tensor):
+                places.setdefault(tensor.untyped_storage().data_ptr(), set()).add((type(tensor), place_of(tensor)))
+        return {address for address, own in places.items() if len(own) > 1}
+
     @property
     def known(self) -> set[str]:
         return self.owners.keys() | self.extra_state.keys()
@@ -450,8 +459,7 @@ class BoundModel:
         return alike[0] if len(alike) == 1 else ""
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
-        """The plan for those of these tensors and values that the selection has. Raises as :meth:`check_fit`."""
-        specs, values = self.selection.of(specs), set(filter(self.selection.chooses, values))
+        """The plan for these tensors and values. Raises as :meth:`check_fit`."""
         try:
             self.check_fit(specs, values)
         except SchemaMismatch:  # of what is known of the model, which may have changed
@@ -464,9 +472,10 @@ class BoundModel:
         if (known := self.plans.get(layout.digest)) is not None:
             return known
         index = {dotted(path): i for path, i in layout.index.items()}
-        plan = self.plan(specs_of(layout), list(map(dotted, layout.value_paths)))
+        chooses = self.selection.chooses
+        plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
         plan.order = [index[n] for n in plan.names]
-        plan.states = [(n, index[n]) for n in self.selection.of(index) if n in self.tensors.extra_state]
+        plan.states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
         while len(self.plans) >= MOST_PLANS:
             del self.plans[next(iter(self.plans))]
         self.plans[layout.digest] = plan
@@ -511,8 +520,7 @@ def overlapping(tensors: list[Any]) -> list[list[int]]:
             groups.append([i])
         ends = max(ends, end)
     several = [group for group in groups if len(group) > 1]
-    # A Parameter and a buffer in one place are two: the buffer stays where it is.
-    return [group for group in several if len({(type(tensors[i]), place_of(tensors[i])) for i in group}) > 1]
+    return [group for group in several if len({place_of(tensors[i]) for i in group}) > 1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -251,9 +251,10 @@ class Binding:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.index}
             specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
-        values = [dotted(p) for p in layout.value_paths]
-        self.bound.selection.check([*specs, *values], "the sent")
-        self.bound.plan(specs, values)
+        values = {dotted(p) for p in layout.value_paths}
+        selection = self.bound.selection
+        selection.check(specs.keys() | values, "the sent")
+        self.bound.check_fit(selection.of(specs), set(filter(selection.chooses, values)))
 
     def prepare(self, slab: Slab) -> Prepared | None:
         """Convert and check one update. The result may refer to views into the slab; None without a model. Raises

@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, Plan, Repointing, overlapping
+from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
@@ -173,8 +173,7 @@ class ModelUpdate(Prepared):
         one memory in the model stays one, and what is not does not become one, whatever the sender has tied.
         """
         inplace, is_module = self._model.inplace, self._plan.model.is_module
-        everything = list(map(self._plan.model.get, self._plan.model.owners)) if self._slab is not None else []
-        in_parts = {id(everything[i]) for group in overlapping(everything) for i in group}
+        in_parts = self._plan.model.in_parts() if self._slab is not None else set()
         made: dict[Any, torch.Tensor] = {}  # what stands for a place in memory from now on
         given: dict[int, Any] = {}  # the place that got a source's memory
         moved: list[int] = []
@@ -318,7 +317,7 @@ def _is_alone(tensor: torch.Tensor, in_parts: Collection[int]) -> bool:
     """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
     processes were given, would lose touch."""
     storage = tensor.untyped_storage()
-    is_whole = storage.nbytes() == tensor.nbytes and id(tensor) not in in_parts
+    is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in in_parts
     return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
