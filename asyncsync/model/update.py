@@ -259,7 +259,7 @@ class ModelUpdate(Prepared):
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self._pieces is not None and bool(self._plan.memory.views)
+        return self._pieces is not None and self._plan.memory.views is not None
 
     def repeat(self) -> bool:
         plan, pieces = self._plan, self._pieces
@@ -269,7 +269,7 @@ class ModelUpdate(Prepared):
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        if not (views := plan.memory.views) or not plan.memory.again(found):
+        if (views := plan.memory.views) is None or not plan.memory.again(found):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)

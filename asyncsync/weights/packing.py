@@ -128,8 +128,7 @@ class AddressCache:
     """
 
     def __init__(self) -> None:
-        # The bytes of the tensors that are noted. None: not known yet; empty: to copy these takes more than that.
-        self.views: list[memoryview] | None = None
+        self.views: list[memoryview] | None = None  # the bytes of the tensors that are noted, if they are known
         # No weak references: torch.utils.swap_tensors(), which `.to()` and load_state_dict() may use, refuses tensors
         # that have some. An id may be another tensor's later; then it has other memory, or the same storage.
         self._ids: list[int] = []
@@ -138,6 +137,7 @@ class AddressCache:
         self._dtypes: list[torch.dtype] = []
         self._storages: list[torch.UntypedStorage] = []
         self._lengths: list[int] = []
+        self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
         """The bytes of each tensor, valid until a tensor gets other memory. None where it takes more than to copy
@@ -146,7 +146,7 @@ class AddressCache:
             self.note(tensors if len(tensors) <= MOST else [])
             if not self._ids or len(tensors) > FEW:
                 return None
-        if self.views is None:
+        if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another. One that was made in inference mode
             # has no count of its changes; a complex one may be conjugated by the next time.
             are_bytes = all(is_bytes(t) and not (t.is_inference() or t.is_complex()) for t in tensors)
@@ -156,12 +156,12 @@ class AddressCache:
                 self._lengths = list(map(_nbytes, self._storages))
                 self.views = [memory_of(tensor) for tensor in tensors]
             else:
-                self.views = []
-        return self.views or None
+                self._is_more = True
+        return self.views
 
     def note(self, tensors: list[torch.Tensor]) -> None:
         """These are the tensors from now on, and lie where they are."""
-        self._ids, self._pointers, self.views, self._storages = [], [], None, []
+        self._ids, self._pointers, self.views, self._storages, self._is_more = [], [], None, [], False
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))
         except RuntimeError:  # torch knows no memory of such a tensor
@@ -180,7 +180,7 @@ class AddressCache:
             return False
         if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
-        if not self.views:
+        if self.views is None:
             return list(map(id, tensors)) == self._ids
         # A storage that was resized and is shorter now may have got the same address again.
         if not are_plain(tensors) or list(map(_nbytes, self._storages)) != self._lengths:

@@ -76,7 +76,7 @@ def test_what_is_more_than_bytes_is_left_to_torch(tensors: list[torch.Tensor]) -
     known, all_ = AddressCache(), [torch.zeros(2), *tensors]
     for _ in range(3):
         assert known.of(all_) is None
-    assert not known.views
+    assert known.views is None
 
 
 def test_memory_is_known_until_it_is_elsewhere() -> None:
