@@ -63,6 +63,7 @@ class LoopThread:
         self.open: set[Shutdown] = set()  # of open buses
         self.runs = False  # the thread has begun
         self.over = False  # it is about to end: a call that sees this goes elsewhere
+        self.exiting = False  # the process ends
         self.end = asyncio.Event()
         self._claim = threading.Lock()
         self._failure: Exception | None = None
@@ -107,7 +108,7 @@ class LoopThread:
         finally:
             at_exit.cancel()
             # The process ends, or a SystemExit has ended the loop: no caller waits without end.
-            if _exiting or not self.end.is_set():
+            if self.exiting or not self.end.is_set():
                 for call in list(self.calls):
                     call.conclude(asyncio.CancelledError())
 
@@ -117,7 +118,7 @@ class LoopThread:
             return
         self.over = True
         if self.calls:  # one that may or may not have seen it; in either case it comes, or comes back
-            self.over = _exiting
+            self.over = self.exiting
             return
         _forget(self)
         self.end.set()
@@ -179,7 +180,7 @@ class Call:
         assert thread is not None
         thread.calls.discard(self)
         thread.end_if_idle()
-        if error is not None and _exiting:
+        if error is not None and thread.exiting:
             if _is_daemon(self._caller):
                 error = _end(self._caller)
             elif isinstance(error, asyncio.CancelledError):
@@ -216,7 +217,7 @@ class Call:
 
 _lock = threading.RLock()  # for starting it; not taken by the loop's thread
 _current: LoopThread | None = None
-_exiting = False  # the process ends
+_exiting = False
 # Loops of the parent, in a forked child: collected, they would be closed, and so taken out of the parent's epoll.
 _inherited: list[LoopThread] = []
 
@@ -329,6 +330,7 @@ def _exit() -> None:
     thread, _current = _current, None
     if thread is None or not thread.runs:
         return
+    thread.exiting = True
 
     async def shut_down() -> None:
         endings = [shutdown(EXIT_SECONDS) for shutdown in thread.open]

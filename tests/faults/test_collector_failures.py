@@ -15,8 +15,17 @@ from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, PeerLost, RemoteError
-from asyncsync.runtime import loop_thread
-from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, ask, gone_within, make, options, policy
+from helpers.collecting_multi import (
+    BadPolicy,
+    CannotTravel,
+    Unpicklable,
+    ask,
+    fail_and_end,
+    gone_within,
+    make,
+    options,
+    policy,
+)
 from helpers.collecting_single import Buffer
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -214,12 +223,7 @@ def test_a_failure_just_before_the_end_of_a_free_running_collector_surfaces() ->
     given = options(replay_buffer=Shared(), frames_per_batch=24)
     collector: Any = MultiAsyncCollector([make(delay=0.01)], policy(), **given)
     collector.start()
-
-    async def fail_and_end() -> None:
-        collector.group._fail(ValueError("a worker's"))
-        await collector.group._shutdown(5.0)
-
-    loop_thread.run(fail_and_end)
+    fail_and_end(collector, ValueError("a worker's"))
     with pytest.raises(ValueError, match="a worker's"):
         collector.shutdown()
 

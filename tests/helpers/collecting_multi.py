@@ -221,6 +221,16 @@ def ask(collector: Any) -> None:
     loop_thread.run(begin)
 
 
+def fail_and_end(collector: Any, error: Exception) -> None:
+    """End the workers just after one of them has failed."""
+
+    async def both() -> None:
+        collector.group._fail(error)
+        await collector.group._shutdown(5.0)
+
+    loop_thread.run(both)
+
+
 def options(**changes: Any) -> dict[str, Any]:
     """Keyword arguments of a collector in a test: workers that start in a tenth of a second."""
     return {"frames_per_batch": 6, "start_method": "forkserver", **changes}

@@ -16,9 +16,11 @@ from torch import nn
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.transports import SharedMemTransport
+from asyncsync.transports.shared_memory import ReceivedPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool, is_foreign
+from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.whole_models import Tied, filled, finish, published, values_of
 
 
@@ -369,3 +371,70 @@ def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Pairs) -> N
         assert values_of(model) == {version}
         assert values_of(old) == {1}
     assert adopted(old) == set()
+
+
+# -- what comes over a socket ------------------------------------------------------------------------------------------
+
+
+class Receiving:
+    """A worker's model, and the slabs in which its weights arrive."""
+
+    def __init__(self, model: nn.Module, *names: str, **options: Any) -> None:
+        self.binding = Binding(model, WeightStrategy("state_dict"), repoints=True, **options)
+        self.pool = ReceivedPool()
+        self.layouts = {each: Layout.of(self.weights(each, 0)) for each in names}
+        for layout in self.layouts.values():
+            self.binding.check(layout)
+        self.held: Slab | None = None
+
+    def weights(self, names: str, value: int) -> FlatWeights:
+        return flatten({name: torch.full((4096,), float(value)) for name in names})
+
+    def arrive(self, names: str, value: int) -> Slab:
+        flat, layout = self.weights(names, value), self.layouts[names]
+        slab = self.pool.acquire(layout)
+        slab.write(0, memoryview(torch.cat([flat.tensors[e.path] for e in layout.entries]).numpy()).cast("B"))
+        return slab
+
+    def update(self, names: str, value: int) -> None:
+        slab, before = self.arrive(names, value), self.held
+        finish(self.binding.prepare(slab))
+        self.held = slab
+        if before is not None:
+            before.release()
+
+
+class Parts(nn.Module):
+    """Saves its head only; the other Parameters may be sent as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.a, self.b = (nn.Parameter(torch.zeros(4096)) for _ in range(3))
+        self.a.data.share_memory_()  # so it is copied, while the others are moved
+        self._register_state_dict_hook(
+            lambda module, state, prefix, meta: [state.pop(prefix + n) for n in "ab"] and None
+        )
+
+
+def test_parts_that_come_in_turn_do_not_lie_where_the_next_version_arrives() -> None:
+    model = Parts()
+    receiving = Receiving(model, "ha", "hb")
+    for value, part in enumerate("abba", 1):
+        receiving.update(f"h{part}", value)
+    arriving = receiving.arrive("ha", 5)
+    assert [tensor.unique().tolist() for tensor in (model.h, model.a, model.b)] == [[4], [4], [3]]
+    arriving.release()
+
+
+def test_a_model_that_is_cast_and_changed_between_updates_does_not_lie_where_the_next_version_arrives() -> None:
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "pqr"})
+    model["q"].data = torch.zeros(8192)[:4096]  # so it is copied
+    receiving = Receiving(model, "pqr", cast=True)
+    receiving.update("pqr", 1)
+    model["q"].data = model["q"].data.clone()
+    model["r"].data = model["r"].data.half()
+    for value in (2, 3):
+        receiving.update("pqr", value)
+    arriving = receiving.arrive("pqr", 4)
+    assert [tensor.unique().tolist() for tensor in model.parameters()] == [[3]] * 3
+    arriving.release()
