@@ -107,6 +107,7 @@ def _work(target: Callable[..., Any], pipe: Any, arguments: tuple[Any, ...]) -> 
     except EOFError:
         pass  # the trainer has ended
     except Exception:
+        traceback.print_exc()  # the trainer may be waiting for something else
         pipe.send((False, traceback.format_exc()))
 
 

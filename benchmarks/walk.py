@@ -20,7 +20,6 @@ import asyncio
 import json
 import mmap
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -93,7 +92,7 @@ def walk_updates(recorder: Recorder, switch: str, walks: list[str]) -> list[dict
     schemes = [SharedMemWeightSyncScheme(bus=bus) for _ in range(2 if "update, two models" in walks else 1)]
     workers = [Worker(worker, index, switch) for index in range(2)]
     for each in workers:
-        each.post(pickle.dumps(schemes))
+        each.post(schemes)
     asyncio.run(trainer(recorder, bus, schemes, walks))
     walked: list[dict[int, Calls]] = [each.ask("that was all") for each in workers]
     for each in workers:
@@ -121,7 +120,7 @@ async def trainer(recorder: Recorder, bus: Bus, schemes: list[SharedMemWeightSyn
 
 async def worker(pipe: Any, index: int, switch: str) -> None:
     recorder = Recorder(switch)
-    schemes = pickle.loads(pipe.recv())
+    schemes = pipe.recv()
     for number, scheme in enumerate(schemes):
         scheme.init_on_receiver(f"model{number}", model=make_model(), worker_idx=index)
     for scheme in schemes:

@@ -301,22 +301,22 @@ class WeightSlots(SlabPool):
         self.map_above = map_above
         self.streamable = streamable
         self._cannot_pin = False
-        self._described: dict[Slab, bytes] = {}  # as long as there are the same slots
+        self._described: dict[Slab, bytes] = {}  # of each slot, its lease; emptied when the pool gets or drops one
 
     def describe(self, slab: Slab) -> bytes:
         """Where workers find this slab of the pool: its lease."""
         found = self._described.get(slab)
         if found is None:
-            found = self._described[slab] = self.lease(slab).encode()
+            with self._lock:
+                found = self._described[slab] = self.lease(slab).encode()
+            self._count_returned()  # which may drop slots, and with them what was noted
         return found
 
     def lease(self, slab: Slab) -> Lease:
         """What workers need to use this slab of the pool."""
         assert isinstance(slab, Slot)
-        with self._lock:
-            there = (*self.used, *self._draining, self.spare)
-            inodes = sorted(slot.file.place.inode for slot in there if isinstance(slot, Slot))
-        self._count_returned()
+        there = (*self.used, *self._draining, self.spare)
+        inodes = sorted(slot.file.place.inode for slot in there if isinstance(slot, Slot))
         return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.mapped)
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
@@ -640,6 +640,7 @@ class SlotTransport(ChunkTransport):
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
         self._attachments: dict[MemoryPlace, AttachedSlab] = {}
+        self._kept: tuple[int, ...] = ()  # the inodes of the last lease
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -672,7 +673,9 @@ class SlotTransport(ChunkTransport):
             slot.release()
 
     def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        self._drop_unused(lease.kept)
+        if self._kept != lease.kept or len(self._attachments) > len(lease.kept):
+            self._kept = lease.kept
+            self._drop_unused(lease.kept)
         found = self._attachments.get(lease.place)
         if found is None or found.is_detached or found.nbytes != layout.nbytes:
             self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
@@ -683,8 +686,8 @@ class SlotTransport(ChunkTransport):
         return found
 
     def _drop_unused(self, kept: tuple[int, ...] = ()) -> None:
-        """Unmap the slots that nothing here uses, but for those with these inodes: a file that the sender has closed
-        keeps its memory as long as it is mapped."""
+        """Unmap the slots that nothing here uses, but for those with these inodes, because a file that the sender has
+        closed keeps its memory as long as it is mapped."""
         for place, slab in list(self._attachments.items()):
             if place.inode not in kept and not slab.is_used:
                 del self._attachments[place]

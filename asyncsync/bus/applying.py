@@ -297,8 +297,9 @@ class Applying(Link):
         again: Callable[[], object] | None = None,
         late: Callable[[], str] | None = None,
     ) -> bool:
-        """Wait for this; not in time: False, or AckTimeout with what ``late`` returns. Meanwhile, updates of these
-        models that wait for ``receive`` go through the gate. ``again`` repeats a request, which may get lost."""
+        """Wait until ``is_over()`` holds. At the timeout, raise AckTimeout with what ``late`` returns, or return False
+        if there is none. Meanwhile, updates of these models that wait for ``receive`` go through the gate. ``again``
+        repeats a request, which may get lost."""
         deadline = None if timeout is None else self.loop.time() + timeout
         self.wanted += models
         try:
@@ -311,7 +312,7 @@ class Applying(Link):
                 if again is not None and remaining != 0.0:
                     again()
                 elif late is not None:
-                    raise AckTimeout(late())  # before what is said of the gate is over
+                    raise AckTimeout(late())  # here, while the gate still shows which reader the update waits for
                 else:
                     return False
         finally:
@@ -349,7 +350,7 @@ class Applying(Link):
         return False
 
     def _has_served(self, model_id: str, version: int) -> bool:
-        """The same of a version that the trainer serves by now: what does not fit it may have been taken back."""
+        """As :meth:`_has`, but a refusal counts only while the trainer still serves what was refused."""
         if (mismatch := self.machine.session.mismatch(model_id)) is not None:
             raise _again(mismatch)
         if self.machine.holdings.version(model_id) >= version:

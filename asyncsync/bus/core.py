@@ -573,11 +573,12 @@ class BusCore:
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
         whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         behind = link.machine.behind.workers
-        for worker in whom & behind.keys() - link.machine.peers.keys():
-            raise ValueError(
-                f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
-                "workers: publish without worker_ids, or connect this worker to the sender directly"
-            )
+        for worker in whom:
+            if worker in behind and worker not in link.machine.peers:
+                raise ValueError(
+                    f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
+                    "workers: publish without worker_ids, or connect this worker to the sender directly"
+                )
         deadline = link.loop.time() + timeout
         version = await link.publish(sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages)
         if self.on_published is not None:
@@ -605,14 +606,14 @@ class BusCore:
                 sources = await self._take_in_order(weights, workers, timeout)
             begun = link.loop.time()
             is_plain = workers is None and quorum is None and not (encoded or self.calls)
-            if is_plain and (steady := link.publish_steadily(sources, self.schemes, timeout)) is not None:
+            if is_plain and (quickly := link.publish_steadily(sources, self.schemes, timeout)) is not None:
                 if self.on_published is not None:
-                    self.on_published(steady, None)
-                if not await link.complete(steady):
-                    await link.wait_applied(steady, None, list(sources), timeout, begun)
+                    self.on_published(quickly, None)
+                if not await link.complete(quickly):
+                    await link.wait_applied(quickly, None, list(sources), timeout, begun)
                 if link.observer.durations is not None:
                     link.observer.durations.observe(link.loop.time() - begun)
-                return steady
+                return quickly
             there = link.check_quorum(sources, workers, quorum)
             version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published

@@ -89,8 +89,8 @@ class Link(ABC):
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
 
     def until_the_loop_ends(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
-        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before; where its
-        object is gone, :meth:`shutdown`.
+        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before. If its
+        object no longer exists, :meth:`shutdown` is called instead.
 
         An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
         been cancelled, and while the loop still runs.

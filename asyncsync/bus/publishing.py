@@ -3,7 +3,7 @@
 Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
 state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
 the link's thread, one after another. What is like the version before in all but its bytes may go the fast way
-(:mod:`asyncsync.bus.steady`): :meth:`Publishing.publish_steadily` alone decides that.
+(:mod:`asyncsync.bus.steady`): :meth:`Publishing.publish_steadily` decides that.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Publishing(Link):
     """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
 
     Attributes:
-        machine: it stands still while the fast path is on. :meth:`caught_up` ends that.
+        machine: the state machine. To be had by :meth:`caught_up`, but for what the fast path cannot have changed.
         min_workers: how many workers an elastic trainer needs.
         pool: slabs for transports that have none.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
-        pools: those that slabs are taken from.
+        pools: all that shutdown must close.
         served: by descriptor, the transports that act for each worker.
         admission: says who gets in; None: everybody does.
         steady: the fast path, while it is on.
@@ -175,6 +175,8 @@ class Publishing(Link):
             for job in jobs:
                 self.check()  # the thread of a link that was shut down meanwhile would start, and stay
                 await self.run(job.pack, job.slab.nbytes)
+                if job.slab.nbytes > INLINE_BYTES:
+                    begun = self.loop.time()  # this thread has rested
             observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
             for model_id, part in parts.items():
                 transport = transports[model_id]
@@ -331,7 +333,8 @@ class Publishing(Link):
     # -- transports that act for each worker ---------------------------------------------------------------------------
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
-        self.served.pop(descriptor, None)
+        if self.served.get(descriptor) is transport:  # another one may number its slabs alike
+            del self.served[descriptor]
         transport.retire(descriptor)
 
     def departed(self, route: bytes, update: Update) -> None:

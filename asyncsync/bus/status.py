@@ -367,7 +367,7 @@ class TrainerObserver(Observer):
         self._count = 0
 
     def begin(self, models: Iterable[str]) -> Life | None:
-        """A publication begins; None: nobody wants to know."""
+        """A publication begins; None: there are no hooks and no metrics."""
         if not self.follows and self.durations is None:
             return None
         self._count += 1

@@ -140,7 +140,7 @@ class SteadyTrainer:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Let the machine go on. Of no further use."""
+        """Hand over to the machine. To be called once; this cannot be used afterwards."""
         try:
             self._hand_over()
         finally:

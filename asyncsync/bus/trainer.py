@@ -231,8 +231,10 @@ class TrainerLink(Publishing):
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
         late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
+        outcome = Outcome()
 
         def done() -> bool:
+            nonlocal outcome
             machine.check_open()
             if quorum is None and calls is None:
                 while late and not progress.is_outstanding(late[-1], version, models):
@@ -243,8 +245,8 @@ class TrainerLink(Publishing):
             late[:] = outcome.waiting  # also one that was lost, and is there again
             return outcome.is_over(quorum)
 
-        await self.wait(done, max(0.0, begun + timeout - self.loop.time()))
-        outcome = _outcome(progress, version, chosen, models, calls)
+        if not await self.wait(done, max(0.0, begun + timeout - self.loop.time())):
+            outcome = _outcome(progress, version, chosen, models, calls)
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:

@@ -185,21 +185,24 @@ class WorkerLink(Applying, Memory):
 
     def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
         """Take in a message: the fast way if that is on, and can."""
-        steady, is_done = self.machine.fast_path, False
-        try:
-            if steady is not None and not self.observer.follows:
-                now, answer = self.loop.time(), None
+        steady = self.machine.fast_path
+        if steady is not None and not self.observer.follows:
+            now, answer = self.loop.time(), None
+            try:
                 try:
                     answer = steady.take(frames, now)
                 except Exception:  # also of a user's transport
                     logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
                 if answer is not None:
                     self._acknowledge(answer, now)
-                    is_done = True
-        finally:
-            # Also after an interrupt: half of it may be in the model, or all of it, and not be acknowledged.
-            if not is_done:
+                    return
+            except Exception:
+                raise
+            except BaseException:
+                # Half of it may be in the model, or all of it, and not be acknowledged.
                 self._take_the_general_way(frames, read_message)
+                raise
+        self._take_the_general_way(frames, read_message)
 
     def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
         try:

@@ -433,7 +433,7 @@ class Progress:
         if not (mine := self._models_of(worker, models)):
             return False
         newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
-        if max(newest, default=0) >= version:
+        if any(v >= version for v in newest):
             peer = self._membership.find(worker)
             # Of the elastic ones, those that were lost before this version was published are simply gone.
             return self._membership.num_workers is not None or (
@@ -494,7 +494,7 @@ class Progress:
             return min(peer.applied[m] for m in models)
         mine = self._models_of(worker, models)
         waits_for_commit = staged and self._targets.is_staged(version)
-        if waits_for_commit:
+        if waits_for_commit:  # all that is staged is ready together
             found = {m: self._targets.staged_for(worker, m) for m in self._models_of(worker, None)}
         else:
             found = {m: self._targets.newest(worker, m) for m in mine}
@@ -509,7 +509,9 @@ class Progress:
             return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
-        has = {m: max(peer.ahead(m), peer.held.get(m, 0)) if staged else peer.applied.get(m, 0) for m in targets}
+        has = {m: peer.ahead(m) if staged else peer.applied.get(m, 0) for m in targets}
+        if waits_for_commit:
+            has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
         if has and all(v >= version for v in has.values()):
             return min(has.values())
         for m, target in targets.items():

@@ -314,6 +314,7 @@ class Targets:
                 entries += [(model_id, worker, slabs) for worker in ([None] if whom is None else whom)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
         publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, first=version)
+        self._withdraw(version)  # of which a relay may have got another model before
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
                 # The same layouts for the same workers: whoever is silent has been so since then.
@@ -342,7 +343,7 @@ class Targets:
             if self.keeps_bases and before is not None and common is not None:
                 before.slab.stand_alone()  # it keeps nothing that is older
                 common.slab.follow(before.version, before.slab)
-            self._release([model_id], range(publication.version), targets)
+            self._drop([model_id], range(publication.version), targets)
             model.current |= targets
         publication.targets = {}
         if publication.then is not None:
@@ -382,7 +383,7 @@ class Targets:
         self._withdraw(publication.version)
 
     def _withdraw(self, version: int) -> None:
-        self._release(self.models, range(version, version + 1))
+        self._drop(self.models, range(version, version + 1))
         self.pending.pop(version, None)
         if self.is_staged(version):
             self.staged = None
@@ -407,10 +408,13 @@ class Targets:
         if version is not None:
             self._withdraw(version)
         for model_id, worker, target in replaced:
-            if self.models[model_id].current.setdefault(worker, target) is not target:
+            current = self.models[model_id].current
+            if worker in current:
                 target.slab.release()
-        current = [target.version for model in self.models.values() for target in model.current.values()]
-        self.published = max(self._carried, *current, 0)
+            else:
+                current[worker] = target
+        versions = [target.version for model in self.models.values() for target in model.current.values()]
+        self.published = max(self._carried, *versions, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
         model = self.models.get(model_id)
@@ -428,11 +432,11 @@ class Targets:
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones, and what is staged."""
         now = self.target(worker, model_id)
-        coming = (publication.targets.get(model_id, {}) for publication in self._coming())
+        coming = (publication.targets.get(model_id, {}) for publication in self._not_current_yet())
         found = (targets.get(worker) or targets.get(None) for targets in coming)
         return [t for t in found if t is not None and (now is None or t.version > now.version)]
 
-    def _coming(self) -> list[Publication]:
+    def _not_current_yet(self) -> list[Publication]:
         """What is pending or staged, oldest first."""
         staged = {} if self.staged is None else {self.staged.version: self.staged}
         return [publication for _, publication in sorted((self.pending | staged).items())]
@@ -554,7 +558,9 @@ class Targets:
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:
-        self._release(self.models, range(self.version + 1), [worker])
+        for targets in self._all_of(self.models):
+            if (target := targets.pop(worker, None)) is not None:
+                target.slab.release()
 
     def slabs(self) -> list[Slab]:
         """Of all targets, present and coming, and the bases that they keep."""
@@ -565,11 +571,10 @@ class Targets:
         """The present and the coming targets of these models."""
         for model_id in models:
             yield self.models[model_id].current
-            yield from (p.targets[model_id] for p in self._coming() if model_id in p.targets)
+            yield from (p.targets[model_id] for p in self._not_current_yet() if model_id in p.targets)
 
-    def _release(self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)) -> None:
-        """Drop the targets of these versions, those of these workers; of all workers, if everybody's (None) is among
-        them."""
+    def _drop(self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)) -> None:
+        """Drop the targets of these versions, those of these workers; with None among the workers, those of all."""
         for targets in self._all_of(models):
             for worker in [
                 w for w, t in targets.items() if t.version in versions and (None in workers or w in workers)
@@ -577,7 +582,7 @@ class Targets:
                 targets.pop(worker).slab.release()
 
     def close(self) -> None:
-        self._release(self.models, range(self.version + 1))
+        self._drop(self.models, range(self.version + 1))
         self.pending.clear()
 
 

@@ -540,11 +540,14 @@ class Trainer:
             )  # fmt: skip
             members.send(peer.route, welcome, layouts)
 
-    def _recheck(self, workers: Iterable[int]) -> None:
-        for publication in list(self.targets.pending.values()):
-            asked = publication.awaiting.intersection(workers)
-            publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
-            self._commit_if_agreed(publication)
+    def _recheck(self, workers: Collection[int]) -> None:
+        pending: dict[int, Publication] = {}
+        while pending.keys() != self.targets.pending.keys():  # one that becomes the target may let others follow
+            pending = dict(self.targets.pending)
+            for publication in pending.values():
+                asked = publication.awaiting.intersection(workers)
+                publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
+                self._commit_if_agreed(publication)
 
     def _commit_if_agreed(self, publication: Publication) -> None:
         if not publication.awaiting and publication.version in self.targets.pending:

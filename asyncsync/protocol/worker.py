@@ -732,7 +732,7 @@ class Worker:
         if at_once and is_whole and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
         else:
-            self._report_versions()
+            session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
 
     def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         session = self.session

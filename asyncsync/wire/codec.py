@@ -75,12 +75,12 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
     is_fixed = len(header) > 1 and header[0] == FIXED
     instruction = _decode_fixed(header) if is_fixed else _decode_plain(header)
-    expected = instruction.check_payload(payload)
-    if len(payload) != expected:
-        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames, not {expected}")
     for frame in payload:
         if len(frame) > MAX_FRAME:
             raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
+    expected = instruction.check_payload(payload)
+    if len(payload) != expected:
+        raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames, not {expected}")
     return instruction, payload
 
 

@@ -75,7 +75,7 @@ Check = Callable[[Any], Any]
 
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 60
-_USUAL = {int: range(MAX_SERIAL + 1), bool: range(2), str: range(MAX_NAME + 1), dict: range(MAX_MODELS + 1)}
+_USUAL = {int: range(MAX_SERIAL + 1), bool: (False, True), str: range(MAX_NAME + 1), dict: range(MAX_MODELS + 1)}
 
 
 def show(raw: Any) -> str:
@@ -84,9 +84,9 @@ def show(raw: Any) -> str:
 
 
 def check_of(kind: Any) -> Check:
-    """What a peer may send where a message has this type. ``Annotated`` has its range, which is that of the length of
-    anything but a number; or a tuple of all that it may be; or a check. Tuples and dataclasses come as lists."""
-    bound: Any = None
+    """What a peer may send where a message has this type. ``Annotated`` adds a range (of a number; of anything else's
+    length), a tuple of all allowed values, or a check. Tuples and dataclasses come as lists."""
+    bound: Any = _USUAL.get(kind)
     if get_origin(kind) is Annotated:
         kind, bound = get_args(kind)
     if callable(bound):
@@ -97,7 +97,7 @@ def check_of(kind: Any) -> Check:
     inner = get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind, include_extras=True)
-        values = _each([types[field.name] for field in fields(kind)])
+        values = _each([types[field.name] for field in fields(kind)], kind.__name__)
         return lambda raw: kind(*values(raw))
     if NoneType in inner:
         present = check_of(inner[0])
@@ -111,7 +111,7 @@ def check_of(kind: Any) -> Check:
         return lambda raw: tuple(map(item, items(raw)))
     if inner:
         return _each(inner)
-    return (_number if kind in (int, bool) else _sized)(kind, bound or _USUAL[kind])
+    return (_number if kind is int else _sized)(kind, bound)
 
 
 def _number(kind: Any, bound: range) -> Check:
@@ -119,24 +119,30 @@ def _number(kind: Any, bound: range) -> Check:
 
     def check(raw: Any) -> Any:
         if type(raw) is not kind or not low <= raw <= high:
-            raise ProtocolError(f"expected {kind.__name__} in {bound}, not {show(raw)}")
+            raise ProtocolError(f"expected a number from {low} to {high}, not {show(raw)}")
         return raw
 
     return check
 
 
-def _sized(kind: Any, lengths: range) -> Check:
+def _sized(kind: Any, lengths: range | None, what: str = "") -> Check:
+    if lengths is None:
+        raise TypeError(f"a message has a {kind.__name__} without a limit")
+    what = what or f"a {kind.__name__} of {lengths[0]} to {lengths[-1]} items"
+
     def check(raw: Any) -> Any:
         if type(raw) is not kind or len(raw) not in lengths:
-            raise ProtocolError(f"expected {kind.__name__} with a length in {lengths}, not {show(raw)}")
+            raise ProtocolError(f"expected {what}, not {show(raw)}")
         return raw
 
     return check
 
 
-def _each(kinds: Sequence[Any]) -> Check:
-    """A list with a type of its own for each of its items."""
-    items, checks = _sized(list, range(len(kinds), len(kinds) + 1)), [check_of(kind) for kind in kinds]
+def _each(kinds: Sequence[Any], name: str = "") -> Check:
+    """A list with a type of its own for each of its items, which are the fields of the message of this name."""
+    count = len(kinds)
+    items = _sized(list, range(count, count + 1), f"the {count} fields of {name}" if name else f"a list of {count}")
+    checks = [check_of(kind) for kind in kinds]
     return lambda raw: tuple(map(call, checks, items(raw)))
 
 
@@ -188,7 +194,7 @@ class Instruction:
         INSTRUCTIONS[cls.kind] = cls  # twice: for its slots, a dataclass is made anew
 
     def check_payload(self, payload: Sequence[Buffer]) -> int:
-        """How many frames there should be. Raises ProtocolError: these cannot be those of this message."""
+        """Check the payload frames; returns how many there must be. Raises ProtocolError."""
         return 0
 
 
@@ -359,7 +365,7 @@ class Chunk(Instruction, kind=7):
             raise ProtocolError("an encoded chunk without its bytes")
         if payload and not 0 < len(payload[0]) < self.size:
             raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {self.size}")
-        return min(1, len(payload))
+        return min(1, len(payload))  # at most one
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +506,7 @@ class Cast(Instruction, kind=23):
     pushed: bool
 
     def check_payload(self, payload: Sequence[Buffer]) -> int:
-        return max(1, len(payload))
+        return max(1, len(payload))  # at least one
 
 
 @dataclass(frozen=True, slots=True)
