@@ -125,8 +125,8 @@ def _number(kind: Any, bound: range) -> Check:
     return check
 
 
-def _sized(kind: Any, lengths: range | None, what: str = "") -> Check:
-    if lengths is None:
+def _sized(kind: Any, lengths: Any, what: str = "") -> Check:
+    if not lengths:
         raise TypeError(f"a message has a {kind.__name__} without a limit")
     what = what or f"a {kind.__name__} of {lengths[0]} to {lengths[-1]} items"
 

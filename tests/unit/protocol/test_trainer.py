@@ -974,6 +974,26 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
     assert desk.pool.slabs <= 3
 
 
+def test_what_is_taken_back_before_it_has_replaced_anything_leaves_no_reference_to_the_target() -> None:
+    desk = Desk(1)
+    desk.join(0)
+    desk.machine.assemble("policy")
+    desk.publish(1)
+    target = desk.machine.targets.target(0, "policy")
+    assert target is not None
+    before = target.slab.references
+    for kind in ("never published", "pending", "staged"):
+        kept = desk.machine.targets.keep(["policy"])
+        slab = slab_of(desk.pool, 2, F64 if kind == "pending" else F32)
+        version = None
+        if kind != "never published":
+            version = desk.machine.publish({"policy": slab}, None, desk.now, stages=kind == "staged")
+        desk.machine.abandon(version, kept)
+        slab.release()
+        assert desk.machine.targets.target(0, "policy") is target
+        assert target.slab.references == before, kind
+
+
 def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most publications are for everybody: then nobody's targets need be looked at one by one."""
     desk = Desk(5, models=("policy", "value"))
