@@ -57,14 +57,14 @@ class Newcomer:
     holder: Peer
     peer: Peer
     ping: int
-    _checked: float
+    checked: float  # when its silence was measured last
     _patience: float = PATIENCE
     welcomed_at: float | None = None
 
     def outwaits(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
-        self._patience -= min(now - self._checked, CHECK_SECONDS)
-        self._checked = now
+        self._patience -= min(now - self.checked, CHECK_SECONDS)
+        self.checked = now
         return self._patience <= 0.0
 
 

@@ -106,7 +106,7 @@ class Peer:
         self.last_seen = now
 
     def lose(self, reason: str, version: int, now: float) -> None:
-        """It is lost, when this version was the last one."""
+        """Mark it as lost; ``version`` is the newest that has been published."""
         self.lost, self.lost_at, self.lost_since = reason, version, now
 
     def end_transfer(self) -> None:
@@ -225,8 +225,8 @@ class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
     in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``stages``:
     it becomes the target when it is committed, not when it is accepted. ``first``: the oldest version that it has
-    replaced before that was accepted. ``then``: called when it becomes the target. Until then ``targets`` has what it
-    brings to each model, without what something newer has replaced."""
+    replaced before that was accepted. ``then``: called when it becomes the target. ``targets``: what it brings to each
+    model, without what something newer has replaced; empty from when it is the target."""
 
     version: int
     models: frozenset[str]

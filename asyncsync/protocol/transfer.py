@@ -48,7 +48,7 @@ class Announcement:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
         repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
         apart: the models whose bytes travel as chunks, although workers of this host would open them.
-        leased: the models whose bytes are leased to the worker.
+        leased: the models whose bytes are leased to each worker that is sent it.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -123,8 +123,8 @@ class Transfer:
     """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
 
     ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
-    what is pushed to all subscribers. ``encodings``: how the bytes of each part
-    travel, if they do so as fewer; None where they travel as they are.
+    what is pushed to all subscribers. ``encodings``: how the bytes of each part travel, if they do so as fewer; None
+    where they travel as they are.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:

@@ -55,7 +55,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 
 class CopyCore(SlotCore):
-    """What the scheme has in both APIs."""
+    """What ``MultiProcessWeightSyncScheme`` has in both APIs."""
 
     _adopts = False
     _transports = MPTransport, BlockingMPTransport
@@ -67,7 +67,7 @@ class MultiProcessWeightSyncScheme(CopyCore, aio.WeightSyncScheme):
 
 
 class NearAndFarCore(SlotCore):
-    """What the scheme has in both APIs."""
+    """What ``AutoWeightSyncScheme`` has in both APIs."""
 
     _transports = AutoTransport, BlockingAutoTransport
 

@@ -38,7 +38,8 @@ AFTER_TCP_PORT = 2
 
 
 class DistributedCore(Scheme):
-    """What the scheme has in both APIs. ``_store_info``: where its own store is; None: it has none, or not yet."""
+    """What ``DistributedWeightSyncScheme`` has in both APIs. ``_store_info``: where its own store is; None: it has
+    none, or not yet."""
 
     _adopts = True
     _is_introduced = True

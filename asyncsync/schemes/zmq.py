@@ -13,7 +13,7 @@ from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 
 class ChunkCore(Scheme):
-    """What the scheme has in both APIs."""
+    """What ``ZMQWeightSyncScheme`` has in both APIs."""
 
     _adopts = True
 
