@@ -624,6 +624,12 @@ class ChunkTransport(Carrier):
         self.received.close()
 
 
+class Attachments(dict[MemoryPlace, AttachedSlab]):
+    """A worker's mappings of a sender's slots. ``kept``: the inodes that the last lease has named."""
+
+    kept: tuple[int, ...] = ()
+
+
 class SlotTransport(ChunkTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
@@ -639,8 +645,7 @@ class SlotTransport(ChunkTransport):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
-        self._attachments: dict[MemoryPlace, AttachedSlab] = {}
-        self._kept: tuple[int, ...] = ()  # the inodes of the last lease
+        self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -673,12 +678,13 @@ class SlotTransport(ChunkTransport):
             slot.release()
 
     def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        if self._kept != lease.kept or len(self._attachments) > len(lease.kept):
-            self._kept = lease.kept
+        attachments = self._attachments
+        if attachments.kept != lease.kept or len(attachments) > len(lease.kept):
+            attachments.kept = lease.kept
             self._drop_unused(lease.kept)
-        found = self._attachments.get(lease.place)
+        found = attachments.get(lease.place)
         if found is None or found.is_detached or found.nbytes != layout.nbytes:
-            self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
+            attachments[lease.place] = found = AttachedSlab(lease.place, layout)
         elif found.references:
             found.retain()  # the same update again; the slot cannot have been written meanwhile
         else:
