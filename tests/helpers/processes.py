@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,7 +199,16 @@ class Remote:
             self.ended.set_result(None)
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal. After SIGSTOP, no thread of the process runs when this returns."""
         os.kill(self.pid, number)
+        while number == signal.SIGSTOP and not self._is_stopped():
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended just now
+            stats = [(task / "stat").read_text() for task in Path(f"/proc/{self.pid}/task").iterdir()]
+            return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
+        return False
 
     async def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
