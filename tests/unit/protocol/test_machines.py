@@ -76,7 +76,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
+        (Targets, "_withdraw", "self._drop(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
