@@ -208,15 +208,19 @@ def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.Lo
 
 def test_what_has_ended_a_free_running_collector_is_raised_once() -> None:
     collector: Any = MultiAsyncCollector([make(fail_at=20), make()], policy(), **options(replay_buffer=Shared()))
+
+    def run() -> None:
+        collector.start()
+        while collector.is_running():
+            time.sleep(0.01)
+
     try:
-        for _ in range(2):  # the second time there is nobody to set free
-            collector.start()
-            while collector.is_running():
-                time.sleep(0.01)
-            with pytest.raises(ValueError, match="the environment has failed"):
-                collector.pause().__enter__()
+        run()
+        with pytest.raises(ValueError, match="the environment has failed"):
+            collector.pause().__enter__()
+        run()  # there is nobody to set free
     finally:
-        collector.shutdown()
+        collector.shutdown()  # which has nothing to raise any more
 
 
 def test_a_failure_just_before_the_end_of_a_free_running_collector_surfaces() -> None:
