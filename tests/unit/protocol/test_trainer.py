@@ -772,6 +772,24 @@ def test_a_staged_version_that_failed_is_tried_again_when_it_is_committed() -> N
     assert desk.machine.progress.of(version, [0]).acked == {0: version}
 
 
+@pytest.mark.parametrize("end", ["failed", "lost"])
+def test_who_has_failed_or_is_lost_does_not_count_as_ready_because_something_else_is_staged(end: str) -> None:
+    desk = Desk(1)
+    desk.join(0)
+    desk.machine.assemble("policy")
+    version = desk.publish(1, stages=True)
+    (update,) = desk.take(messages.Update)
+    desk.staged(0, update)
+    if end == "lost":
+        desk.machine.lost(0, nonce(0), "its process has ended", desk.now)
+    desk.machine.commit(version)
+    if end == "failed":
+        desk.failed(0, desk.take(messages.Update)[0])
+        desk.publish(2, stages=True)
+        desk.staged(0, desk.take(messages.Update)[0])
+    assert list(desk.machine.progress.of(version, [0], staged=True).failed) == [0]
+
+
 def test_a_version_that_was_dropped_fails_nothing() -> None:
     desk = joined(0)
     desk.publish()
