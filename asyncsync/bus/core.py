@@ -606,14 +606,15 @@ class BusCore:
                 sources = await self._take_in_order(weights, workers, timeout)
             begun = link.loop.time()
             is_plain = workers is None and quorum is None and not (encoded or self.calls)
-            if is_plain and (quickly := link.publish_steadily(sources, self.schemes, timeout)) is not None:
+            version = link.publish_steadily(sources, self.schemes, timeout) if is_plain else None
+            if version is not None:
                 if self.on_published is not None:
-                    self.on_published(quickly, None)
-                if not await link.complete(quickly):
-                    await link.wait_applied(quickly, None, list(sources), timeout, begun)
+                    self.on_published(version, None)
+                if not await link.complete(version):
+                    await link.wait_applied(version, None, list(sources), timeout, begun)
                 if link.observer.durations is not None:
                     link.observer.durations.observe(link.loop.time() - begun)
-                return quickly
+                return version
             there = link.check_quorum(sources, workers, quorum)
             version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
