@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -42,6 +43,17 @@ def test_every_example_has_a_test() -> None:
     tests = here.with_name("test_examples.py").read_text()
     tests += "".join(path.read_text() for path in (here.parents[1] / "engines").glob("test_*.py"))  # with real vLLM
     assert [path.stem for path in EXAMPLES.rglob("*.py") if path.name not in tests] == []
+
+
+def test_the_speed_in_the_readme_was_measured() -> None:
+    results = json.loads((SOURCE / "benchmarks" / "results.json").read_text())["results"]
+
+    def is_shown(ms: float, cell: str) -> bool:
+        return f"{ms:.{len(cell.partition('.')[2])}f}" == cell
+
+    for what, ours, _, theirs in rows("README.md", "## Speed"):
+        found = [row for row in results if "peer_ms" in row and is_shown(row["ours_ms"], ours)]
+        assert any(is_shown(row["peer_ms"], theirs) for row in found), what
 
 
 @pytest.mark.requirement(217)
