@@ -1,7 +1,8 @@
 """What is measured: one table of rows. A row has one of our systems, what it is compared with, and its bar.
 
-A system is what an update (or a batch) is measured with: a kind, a case, a number of workers. `child.py` says in which
-file each kind is set up. Systems of one section and group run at the same time and take turns.
+A system is one way to send an update, or to collect a batch: a kind, a case (the weights or the environment) and a
+number of workers. `child.py` names the module that sets up each kind. The systems of one group run at the same time and
+take turns.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ SECTIONS = {
 
 
 PEERS = ("gloo", "TorchRL", "memcpy", "zmq.asyncio", "pyzmq", "by hand", "bare loop")
-LOOPS = ("AsyncVectorEnv", "SubprocVecEnv", "EnvPool")  # what else steps a vector of environments, in a loop by hand
+LOOPS = ("AsyncVectorEnv", "SubprocVecEnv", "EnvPool")  # other vector environments, stepped by a loop by hand
 
 
 class System(NamedTuple):
-    """What is measured."""
+    """One thing to measure, as a key of the results."""
 
     kind: str
     case: str
@@ -59,9 +60,9 @@ class System(NamedTuple):
 class Row(NamedTuple):
     """A line of the tables: ours beside the fastest of its peers, which the table calls `peer`.
 
-    `bar` is what `compare` may be at most: "ratio", of the medians; "cpu", of the CPU times; "difference", of the
-    medians in ms; "ms", our median; "longest", our longest sample in ms. None: no promise; `counts=False`: for
-    comparison only.
+    `bar` is the largest value that is allowed; None: there is no promise. `compare` says of what: "ratio" of the
+    medians, "cpu" for the ratio of the CPU times, "difference" of the medians in ms, "ms" for our median, "longest" for
+    our longest step in ms. With `counts=False`, the bar is shown for comparison only.
     """
 
     section: str
@@ -78,7 +79,7 @@ class Row(NamedTuple):
 
 
 def _one_host(kind: str, bars: dict[tuple[str, str], float]) -> Iterator[Row]:
-    """Bars are of two workers, by case and API."""
+    """Rows of a scheme for one host. ``bars`` has the bars for two workers, by case and API."""
     for case, workers in product(("64 KiB", "256 MiB", "1000 × 4 KiB"), (1, 2, 4)):
         theirs = (System(f"TorchRL {kind}", case, workers),)
         for how in ("", ", blocking") if case == "64 KiB" else ("",):
@@ -92,7 +93,7 @@ def _one_host(kind: str, bars: dict[tuple[str, str], float]) -> Iterator[Row]:
 
 
 def _throughput() -> Iterator[Row]:
-    # Where gloo's bar is not reached, pyzmq's is to be.
+    # Where gloo's bar is not reached, pyzmq's bar decides.
     wall = {("64 KiB", "tcp"): 1.7, ("64 KiB", "ipc"): 1.3, ("4 MiB", "tcp"): 1.25, ("4 MiB", "ipc"): 1.25}
     cpu = {"4 MiB": 1.2, "256 MiB": 1.1}
     for case, workers, kind in product(("64 KiB", "4 MiB", "256 MiB"), (1, 2), ("tcp", "ipc")):
@@ -201,7 +202,7 @@ ROWS += [*_collect(), *_network()]
 
 
 def groups(section: str, only_ours: bool = False) -> Iterator[tuple[str, list[System]]]:
-    """What is measured at the same time: the group's name, its systems."""
+    """The groups of a section: the name, and the systems that are measured at the same time."""
     found: dict[str, dict[System, None]] = {}
     for row in ROWS:
         if row.section == section:
@@ -212,7 +213,7 @@ def groups(section: str, only_ours: bool = False) -> Iterator[tuple[str, list[Sy
 
 
 def trials(section: str, system: System, quick: bool) -> int:
-    """How many steps of a system are measured."""
+    """The number of steps to measure."""
     tensors, each = SIZES.get(system.case, (0, 0))
     upto = ((64 * KIB, 300), (4 * MIB, 200), (256 * MIB, 60))
     often = next((often for limit, often in upto if tensors * each < limit), 21)

@@ -1,8 +1,9 @@
-"""The processes that measure: one for each system, which is the trainer and forks its workers.
+"""The processes that measure. There is one for each system: it is the trainer, and forks its workers.
 
-`run.py` starts this file once for each Python. A line on stdin is a system, as JSON; for it, a process is forked, whose
-pid is a line on stdout. The process connects to the address given there and says that it is ready, or what is missing.
-Then it answers each number of steps with the seconds that each step took, until the connection ends.
+`run.py` starts this file once for each Python environment. Each line on stdin is a system, as JSON. For each, this file
+forks a process and prints its pid. That process connects to the address in the JSON, and says that it is ready, or
+which library is missing. Then it receives numbers of steps, and answers with the seconds that each step took, until the
+connection ends.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from torch import nn
 
 from cases import SIZES
 
-PATIENCE = 120.0  # seconds; nothing is expected to come near
+PATIENCE = 120.0  # seconds; a timeout that should never be reached
 PAUSE = 1e-3  # seconds between two steps: a trainer trains between updates
-WARM = 3  # steps before those that count
-# The first word of a kind → a module, and its function that opens a system and gives its step.
+WARM = 3  # steps that are not counted, before the others
+# By the first word of a kind: the module and function that set up the system, and yield its step.
 OPENED = {
     "memcpy": ("peers", "memcpy"),
     "TorchRL": ("peers", "torchrl"),
@@ -44,15 +45,16 @@ OPENED = {
     **dict.fromkeys(("by", "rpc", "ray"), ("peers", "called")),
 }
 LIBRARIES = ("asyncsync", "torch", "pyzmq", "torchrl", "tensordict", "ray", "gymnasium")
-Step = Callable[[], Any]  # returns seconds; a coroutine function, or a function that blocks
+Step = Callable[[], Any]  # returns the seconds that it took; a coroutine function, or a blocking function
 _serial = count(1)
 _fork = multiprocessing.get_context("fork")
 
 
 @dataclass
 class Spec:
-    """What is measured here: a system, as in `cases.py`. `scale` is the part of a step's CPU time that belongs to its
-    seconds, `extra` has other figures by name, and `blocking` is the thread for calls that block."""
+    """The system that this process measures, as in `cases.py`. `scale` is the fraction of a step's CPU time that
+    belongs to the seconds it returns. `extra` has other figures by name. `blocking` is the thread for blocking
+    calls."""
 
     section: str
     kind: str
@@ -68,8 +70,8 @@ class Spec:
 
 
 class Worker:
-    """A forked process, and orders to it. Its target returns the function that obeys them; or it is a coroutine
-    function, which gets the pipe first and obeys by itself."""
+    """A forked worker process that receives orders and answers them. The target is a function that returns the handler
+    of orders, or a coroutine function that is given the pipe and handles orders itself."""
 
     def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
         self._pipe, theirs = _fork.Pipe()
@@ -81,7 +83,7 @@ class Worker:
         self._pipe.send(order)
 
     def answer(self) -> Any:
-        """Of the oldest order that has not been answered."""
+        """Wait for the answer to the oldest order that has none yet."""
         done, value = self._pipe.recv()
         if not done:
             raise RuntimeError(f"a worker has failed:\n{value}")
@@ -105,14 +107,14 @@ def _work(target: Callable[..., Any], pipe: Any, arguments: tuple[Any, ...]) -> 
         while True:
             pipe.send((True, obey(pipe.recv())))
     except EOFError:
-        pass  # the trainer has ended
+        pass  # the trainer ended
     except Exception:
-        traceback.print_exc()  # the trainer may be waiting for something else
+        traceback.print_exc()  # the trainer may not be waiting for this answer
         pipe.send((False, traceback.format_exc()))
 
 
 def weights(case: str, *, blank: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of this case, in pages that are there: a pattern, or all the same value."""
+    """The tensors of this case, with a pattern, or `blank` with one value. All memory pages are touched."""
     tensors, each = SIZES[case]
     if blank:
         return {f"{i}": torch.full((each // 4,), -1.0) for i in range(tensors)}
@@ -127,7 +129,7 @@ def module(case: str, *, blank: bool = False) -> nn.Module:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """A checksum: before anything is timed, what has arrived is compared with what was sent."""
+    """A checksum, to compare what arrived with what was sent before anything is timed."""
     value = 0
     for tensor in tensors:
         value = zlib.crc32(tensor.detach().view(torch.uint8).numpy().data, value)
@@ -135,7 +137,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def timed(action: Callable[[], Any], tensors: Iterable[torch.Tensor] = (), *, blocking: bool = False) -> Step:
-    """A step: change something in the first tensor, so that no two updates are the same, then act."""
+    """A step that times the action. It changes the first tensor before, so that no two updates are the same."""
     first = list(tensors)[:1]
 
     def begin() -> float:
@@ -189,7 +191,7 @@ async def _serve(spec: Spec, connection: Any) -> None:
 
 
 def main() -> None:
-    import asyncsync.sync  # noqa: F401  # once, for all that are forked
+    import asyncsync.sync  # noqa: F401  # imported once, before all forks
 
     torch.set_num_threads(1)  # there are more processes than cores
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -199,7 +201,7 @@ def main() -> None:
             print(pid, flush=True)
             continue
         os.setsid()  # run.py ends this process with its workers
-        os.dup2(2, 1)  # what libraries print
+        os.dup2(2, 1)  # libraries print to stdout, which run.py reads
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with Client(spec.pop("address")) as connection:
             asyncio.run(_serve(Spec(**spec), connection))
@@ -207,5 +209,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["child"] = sys.modules["__main__"]  # the other files import it by this name
+    sys.modules["child"] = sys.modules["__main__"]  # the other modules import it by this name
     main()

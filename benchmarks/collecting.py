@@ -1,7 +1,8 @@
 """Collectors: asyncsync's, TorchRL's, and a bare loop over a vector environment. A step is the time for 1000 frames.
 
-Both sides step TorchRL's GymEnv with the same small policy, ours our GymEnv, too. Vector environments are stepped by
-our collector, and by a loop that stores nothing; steps by which Gymnasium resets one of them are no frames.
+Both sides step TorchRL's GymEnv with the same small policy; our collectors also step our GymEnv. For vector
+environments, our collector is compared with a loop that stores nothing. A step in which Gymnasium resets an environment
+is no frame.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import nn
 from child import Spec
 from ours import RAY, free_port
 
-FRAMES = 1000  # of a trial: a figure is the time for so many
-SHAPE, IMAGES = (84, 84, 3), 1585  # of an image; of a batch that has 64 MiB, with the next ones
-BATCHES = 4  # of an asynchronous collector, in so many frames
-ROUNDS = 4  # of them in one trial: one batch more or less under way at its ends hardly counts
-# Vector environments: how many, Gymnasium's vectorization_mode, steps in a batch.
+FRAMES = 1000  # a figure is the time for this many
+SHAPE, IMAGES = (84, 84, 3), 1585  # an image's shape; frames in a batch of 64 MiB, next observations included
+BATCHES = 4  # an asynchronous collector divides FRAMES into this many
+ROUNDS = 4  # times FRAMES in one step, so that a batch under way at its begin or end hardly counts
+# Vector environments: their number, Gymnasium's vectorization_mode, and the steps in a batch.
 VECTORS = {
     "8 CartPoles": (8, "sync", 128),
     "64 CartPoles": (64, "sync", 64),
@@ -56,8 +57,8 @@ def cart_pole() -> Any:
 
 
 class Camera(gymnasium.Env[Any, Any]):
-    """Ends after 200 steps. Each shows another image, whose first bytes say when it was there: float64, by the clock
-    that all processes of a host share."""
+    """An environment of 200 steps. The first 8 bytes of each image are the time of its step: float64, by a clock that
+    all processes of a host share."""
 
     observation_space = gymnasium.spaces.Box(0, 255, SHAPE, np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
@@ -80,8 +81,8 @@ CAMERA = gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_
 @asynccontextmanager
 async def collecting(spec: Spec) -> AsyncIterator[Any]:
     """Kinds: "collector", "TorchRL", "bare loop", and those of `LOOPS`."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # of defaults that will change
-    warnings.filterwarnings("ignore", category=UserWarning, module="torchrl")  # that no weights were sent yet
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # about defaults that will change
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchrl")  # about weights that were not sent yet
     importlib.import_module("torchrl")
     if spec.case in VECTORS:
         collector, step = _vector(spec)
@@ -99,7 +100,7 @@ def _cart_pole(spec: Spec) -> tuple[Any, Callable[[], float]]:
     family, asynchronous = spec.case.rpartition(" ")[2], ", async" in spec.case
     name, place = "MultiAsyncCollector" if asynchronous else "MultiSyncCollector", f"{place}.collectors"
     ours = spec.kind == "collector" and spec.case.endswith("our GymEnv")
-    make: Any = "CartPole-v1" if ours else cart_pole  # of an id, our collectors make our GymEnv
+    make: Any = "CartPole-v1" if ours else cart_pole  # from an id, our collectors make our GymEnv
     options: dict[str, Any] = {"total_frames": -1}
     if spec.workers == 1:
         name = "Collector"
@@ -134,17 +135,17 @@ def _batches(collector: Any) -> Callable[[], float]:
 
 
 def _stream(collector: Any) -> Callable[[], float]:
-    """Of workers that collect without being asked."""
+    """Steps of a collector whose workers run ahead of the requests."""
     batches = iter(collector)
 
     def once() -> float:
-        for _ in range(BATCHES):  # collected while it was another's turn, and until all workers are at work again
+        for _ in range(BATCHES):  # batches from before this turn; then all workers are at work again
             next(batches)
         start = time.perf_counter()
         for _ in range(ROUNDS * BATCHES):
             next(batches)
         seconds = (time.perf_counter() - start) / ROUNDS
-        time.sleep(seconds)  # until they stand still, and disturb nobody
+        time.sleep(seconds)  # until the workers have nothing to do, and disturb no other system
         return seconds
 
     return once
@@ -180,7 +181,8 @@ def _environments(kind: str, name: Any, count: int, mode: str) -> Any:
 
 
 class Stable:
-    """A vector environment of Stable-Baselines3's, which resets an environment within its last step."""
+    """A vector environment of Stable-Baselines3 with Gymnasium's methods. It resets an environment within its last
+    step."""
 
     def __init__(self, environments: Any) -> None:
         self.environments = environments
@@ -190,12 +192,12 @@ class Stable:
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         observation, reward, _, info = self.environments.step(action)
-        never = np.zeros(len(observation), bool)  # makes a step that is no frame
+        never = np.zeros(len(observation), bool)  # so every step is a frame
         return observation, reward, never, never, info
 
 
 def bare_loop(environments: Any, policy: nn.Module, steps: int) -> Callable[[], float]:
-    """Seconds for 1000 frames of a loop that stores nothing."""
+    """Steps that return the seconds for 1000 frames of a loop that stores nothing."""
     observation = environments.reset()[0]
     ended = [np.zeros(len(observation), bool)]
 
@@ -209,7 +211,7 @@ def bare_loop(environments: Any, policy: nn.Module, steps: int) -> Callable[[], 
                 observation, _, terminated, truncated, _ = environments.step(action.numpy())
                 ended.append(terminated | truncated)
         seconds = time.perf_counter() - start
-        # Gymnasium resets an environment that has finished with the step after: that is no frame.
+        # After an environment has ended, its next step only resets it: that is no frame.
         resets = sum(int(np.count_nonzero(each)) for each in ended[:-1])
         return seconds * FRAMES / (steps * len(observation) - resets)
 
@@ -224,7 +226,7 @@ def _images() -> tuple[Any, Callable[[], float]]:
     batches = iter(collector)
 
     def once() -> float:
-        """From the last step until the batch can be read here."""
+        """Seconds from the last step until the trainer can read the batch."""
         batch: Any = next(batches)
         stamp = batch["next", "observation"][-1].flatten()[:8].contiguous().view(torch.float64)
         found: float = time.monotonic() - stamp.item()

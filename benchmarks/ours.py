@@ -25,9 +25,9 @@ from child import PATIENCE, Spec, Worker, digest, module, timed, weights
 
 NAMES = {"tcp": "ZMQ", "ipc": "ZMQ", "shared": "SharedMem", "process": "MultiProcess", "distributed": "Distributed"}
 BYTES: dict[str, dict[str, Any]] = {"lz4": {"compress": "lz4"}, "zstd": {"compress": "zstd"}, "delta": {"delta": True}}
-TICK = 1e-3  # seconds that the coroutine sleeps which looks for stalls
+TICK = 1e-3  # seconds; how long the coroutine that looks for stalls sleeps
 RAY: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-SETTLE = 2.0  # seconds in which subscribers subscribe
+SETTLE = 2.0  # seconds; the workers subscribe meanwhile
 
 
 def free_port() -> int:
@@ -52,7 +52,7 @@ def _model(spec: Spec, *, blank: bool = False) -> Any:
 
 
 class _Clocked(nn.Module):
-    """Knows when it was last switched: its extra state is set in the gated pass."""
+    """Notes when it was updated last: an update sets its extra state in the gated pass."""
 
     switched = 0.0
 
@@ -68,7 +68,7 @@ class _Clocked(nn.Module):
 
 
 def _switches(scheme: Any, source: Any, workers: list[Worker], *, stages: bool) -> Callable[[], Awaitable[float]]:
-    """Steps that return the seconds from the first worker's switch to the last one's."""
+    """Steps that return the seconds between the first worker's update and the last one's."""
 
     async def update() -> None:
         if stages:
@@ -90,7 +90,7 @@ def _switches(scheme: Any, source: Any, workers: list[Worker], *, stages: bool) 
 
 @asynccontextmanager
 async def scheme(spec: Spec) -> AsyncIterator[Any]:
-    """One update, from the trainer's model until all workers have applied it. The kind is a key of NAMES, and how:
+    """One update, from the send until all workers have applied it. The kind is a key of NAMES and a variant:
     "blocking", "keys", "many", "fan-out", "trainer's loop", "worker's loop"."""
     kind, _, how = spec.kind.partition(", ")
     name = f"{NAMES[kind]}WeightSyncScheme"
@@ -105,7 +105,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
     asynchronous = getattr(asyncsync, name)(num_workers=spec.workers, **given)
     source = _model(spec)
     async with AsyncExitStack() as stack:
-        # Few processes with many workers each, where there are many: this machine's cores are few.
+        # Many workers share two processes, because this machine has few cores.
         processes = spec.workers if spec.workers <= 4 or spec.section == "switch" else 2
         parts = [list(range(i, spec.workers, processes)) for i in range(processes)]
         workers = [Worker(_receive, indices, spec) for indices in parts]
@@ -145,7 +145,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
 
 
 def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callable[[], Awaitable[float]]:
-    """Steps that send the weights of one training step after the other, to the third and back again."""
+    """Steps that send the weights of three training steps, one after the other, forth and back again."""
     rate, tensors = float(spec.case.rpartition(" ")[2]), list(source.values())
     master = torch.randn(len(tensors), len(tensors[0])) * 0.05
     versions = []
@@ -167,7 +167,7 @@ def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callab
 
 
 async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
-    """In a worker: receivers with these indices, and questions about them."""
+    """In a worker process: receivers with these indices. Answers orders about their models."""
     pickled = pipe.recv()
     models, schemes = [_model(spec, blank=True) for _ in indices], []
     for model, index in zip(models, indices, strict=True):
@@ -177,20 +177,20 @@ async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
     pipe.send((True, "connected"))
     while (order := await asyncio.to_thread(pipe.recv)) in ("digest", "switched"):
         pipe.send((True, [digest(_tensors(m)) if order == "digest" else m.switched for m in models]))
-    while True:  # the longest stall between two orders
+    while True:  # answer with the longest stall between two orders
         pipe.send((True, order))
         order = await longest_stall(lambda: asyncio.to_thread(pipe.recv))
 
 
 def _stalls(step: Callable[[], Awaitable[float]], workers: list[Worker]) -> Callable[[], Awaitable[float]]:
-    """Steps that return the longest stall of these workers' loops, or of this one."""
+    """Steps that return the longest stall of these workers' event loops, or without workers, of the trainer's."""
 
     async def watched() -> float:
         if not workers:
             return await longest_stall(step)
         for worker in workers:
             worker.ask("watch")
-        await asyncio.sleep(10 * TICK)  # they watch by now
+        await asyncio.sleep(10 * TICK)  # by then they watch
         await step()
         return max([worker.ask("tell") for worker in workers])
 
@@ -198,14 +198,14 @@ def _stalls(step: Callable[[], Awaitable[float]], workers: list[Worker]) -> Call
 
 
 def _running() -> float:
-    """Seconds, without those in which this thread waited for a CPU (proc(5): the second field of schedstat)."""
+    """A clock in seconds that stands still while this thread waits for a CPU (proc(5): schedstat, second field)."""
     waited = Path("/proc/thread-self/schedstat").read_text().split()[1]
     return time.perf_counter() - int(waited) / 1e9
 
 
 async def longest_stall(action: Callable[[], Awaitable[Any]]) -> float:
-    """The longest time between two turns of a coroutine that sleeps 1 ms while the action runs, without the time for
-    which this thread was ready to run and waited for a CPU."""
+    """The longest time between two turns of a coroutine that sleeps 1 ms at a time while the action runs. The time in
+    which this thread waited for a CPU does not count."""
     longest = 0.0
 
     async def watch() -> None:
@@ -219,7 +219,7 @@ async def longest_stall(action: Callable[[], Awaitable[Any]]) -> float:
     await asyncio.sleep(5 * TICK)
     longest = 0.0
     await action()
-    await asyncio.sleep(2 * TICK)  # a stall at the very end is seen, too
+    await asyncio.sleep(2 * TICK)  # to see a stall at the very end, too
     watching.cancel()
     await asyncio.wait([watching])
     return longest

@@ -1,10 +1,10 @@
-"""Peers of the schemes, each as a careful user would write it: gloo, TorchRL's schemes, one memcpy, bare sockets; and
-trainers that call their workers, by RPC or as Ray's actors, both asyncsync's and by hand.
+"""Peers of the schemes, each as a careful user would write it: gloo, TorchRL's schemes, one memcpy, bare sockets. Also
+trainers that call their workers by RPC or as Ray actors, with asyncsync's schemes and by hand.
 
-*staged*: the sender copies its parameters into one flat buffer, as any program must that trains on meanwhile; the
-buffer is transferred, by gloo or by blocking sockets of pyzmq; each receiver copies out of it and then acknowledges.
-*each*: a broadcast for each parameter. By RPC or Ray, it is staged, too: workers ``recv`` from ``isend``, or map what
-one ``put`` has stored.
+*staged*: the sender copies its parameters into one flat buffer, as any program must if it trains on meanwhile. Gloo or
+blocking pyzmq sockets transfer the buffer. Each receiver copies out of it and then acknowledges.
+*each*: one broadcast for each parameter. By hand with RPC or Ray, the update is staged, too: workers receive it by
+``recv``, or map what one ``put`` has stored.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from child import PATIENCE, Spec, Worker, digest, module, timed
 from ours import RAY, free_port
 
 TORCHRL = {"shared": "SharedMemWeightSyncScheme", "process": "MultiProcessWeightSyncScheme"}
-DESCRIPTORS = 1 << 16  # that may be open: TorchRL's MultiProcess sends one for each tensor and worker
+DESCRIPTORS = 1 << 16  # limit of open files: TorchRL's MultiProcess scheme sends one for each tensor and worker
 IMAGE_BYTES = 64 << 20
 CHUNK = 4 << 20  # bytes in a message
 
 
 def _flat(model: torch.nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A buffer for all parameters of a model, and its parts."""
+    """One buffer for all parameters of a model, and its part for each of them."""
     sizes = [tensor.numel() for tensor in model.parameters()]
     flat = torch.full((sum(sizes),), -1.0)
     return flat, list(flat.split_with_sizes(sizes))
 
 
 class _Peer:
-    """One process's part: rank 0 sends. `ports` has a free one for each worker."""
+    """One process of an exchange; rank 0 sends. `ports` has a free port for each worker."""
 
     def __init__(self, spec: Spec, rank: int, ports: list[int]) -> None:
         self.way = spec.kind.split()[1]
@@ -62,19 +62,19 @@ class _Peer:
         self.transfer()
 
     def receive(self, _: str) -> int:
-        """One update; then, what has arrived."""
+        """Receive updates. Returns the checksum of the first one of the run, which alone begins with 0."""
         while True:
             self.arrive()
             if not self.each:
                 torch._foreach_copy_(self.parameters, self.views)
             self.acknowledge()
-            if self.parameters[0][0] == 0.0:  # the first update begins with 0, and no other does
+            if self.parameters[0][0] == 0.0:
                 return digest(self.parameters)
 
 
 class _Gloo(_Peer):
     def join(self, rank: int, ports: list[int], path: str) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface of the host's name
         self.size, self.acknowledged = len(ports) + 1, [torch.zeros(1) for _ in ports]
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=self.size)
 
@@ -126,7 +126,7 @@ async def exchange(spec: Spec) -> AsyncIterator[Any]:
     sender = await spec.in_thread(lambda: peer(spec, 0, ports))
     for worker in workers:
         worker.post("receive")
-    await spec.in_thread(sender.send)  # as it is: it begins with 0
+    await spec.in_thread(sender.send)  # unchanged, so it begins with 0
     for worker in workers:
         if worker.answer() != digest(sender.parameters):
             raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
@@ -138,7 +138,7 @@ async def exchange(spec: Spec) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def memcpy(spec: Spec) -> AsyncIterator[Any]:
-    """One copy of as many bytes into shared memory, between pages that are there, by one thread."""
+    """One thread copies the same number of bytes into shared memory. All pages are touched before."""
     tensors, each = SIZES.get(spec.case, (1, IMAGE_BYTES))
     source = np.ones(tensors * each, np.uint8)
     target = np.frombuffer(mmap.mmap(-1, source.nbytes), np.uint8)
@@ -148,7 +148,7 @@ async def memcpy(spec: Spec) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def round_trip(spec: Spec) -> AsyncIterator[Any]:
-    """One byte to a worker and one back, over bare zmq.asyncio sockets."""
+    """Send one byte to a worker and receive one, over bare zmq.asyncio sockets."""
     endpoint = f"ipc://{spec.directory}/echo-{os.getpid()}"
     worker = Worker(_echo, endpoint)
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as pair:
@@ -173,7 +173,8 @@ async def _echo(pipe: Any, endpoint: str) -> None:
 
 @asynccontextmanager
 async def torchrl(spec: Spec) -> AsyncIterator[Any]:
-    """Sends other weights than those that were registered: TorchRL's workers share the memory of these."""
+    """TorchRL's scheme. It sends other weights than the registered ones, because its workers share the memory of
+    those."""
     weight_update = importlib.import_module("torchrl.weight_update")
     from tensordict import TensorDict
 
@@ -204,11 +205,11 @@ async def torchrl(spec: Spec) -> AsyncIterator[Any]:
     yield timed(lambda: scheme.send(weights=source), source.values(), blocking=True)
     for worker in workers:
         worker.end()
-    os._exit(0)  # its threads and queues would wait for the workers
+    os._exit(0)  # TorchRL's threads and queues would wait for the workers
 
 
 def _torchrl_worker(spec: Spec, scheme: Any, index: int) -> Callable[[str], Any]:
-    """TorchRL applies in a thread of its own, while this one waits for orders."""
+    """A worker. TorchRL applies updates in a thread of its own, while this one waits for orders."""
     model = module(spec.case, blank=True)
 
     def obey(order: str) -> Any:
@@ -222,7 +223,7 @@ def _torchrl_worker(spec: Spec, scheme: Any, index: int) -> Callable[[str], Any]
 
 
 class Receiver:
-    """What RPC or Ray calls: a model, and how an update gets into it. ``scheme``: None, by hand."""
+    """The object that RPC or Ray calls: a model that receives updates, by a scheme or by hand (``scheme`` is None)."""
 
     def __init__(self, scheme: Any, index: int, case: str) -> None:
         warnings.simplefilter("ignore")
@@ -319,10 +320,10 @@ async def called(spec: Spec) -> AsyncIterator[Any]:
 
 
 def _join(rank: int, port: int, spec: Spec) -> Any:
-    warnings.simplefilter("ignore")  # torch's, of how it makes groups itself
+    warnings.simplefilter("ignore")  # torch warns of its own use of process groups
     rpc: Any = importlib.import_module("torch.distributed.rpc")
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")  # not what the host's name resolves to
+        os.environ.setdefault(name, "lo")  # not the interface of the host's name
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=PATIENCE, _transports=["uv"])
     size = spec.workers + 1

@@ -3,8 +3,9 @@
     python benchmarks/run.py --only shared,latency --quick --json results.json
     python benchmarks/run.py --only shared --quick --beside ../before/.venv
 
-A system (cases.py) runs in a process of its own (child.py). Systems of one group take turns, some steps of each and
-again. Wall time is the median of the steps. CPU time is what trainer and workers used, user and system, by step.
+Each system of cases.py runs in a process of its own (child.py). The systems of one group take turns of a few steps.
+Wall time is the median of the steps. CPU time is user and system time of the trainer and its workers, divided by the
+steps.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ import psutil
 
 from cases import ROWS, SECTIONS, Row, System, groups, trials
 
-START, STEPS, END = 180.0, 300.0, 10.0  # seconds that a child may take
+START, STEPS, END = 180.0, 300.0, 10.0  # how many seconds a child may take for each
 ROUNDS = 20  # turns of each system, at most
-# Columns: a row's key, and the head.
+# The columns of the tables: a key of the result, and the heading.
 COLUMNS = (
     "case:case,workers:to,ours:ours,ours_ms:ms,ours_cpu_ms:CPU ms,peer:beside,peer_ms:its ms,peer_cpu_ms:its CPU ms,"
 )
@@ -46,12 +47,12 @@ _serial = count()
 
 
 class Failed(Exception):
-    """A child has failed."""
+    """A child could not measure its system."""
 
 
 @dataclass
 class Figure:
-    """Of one system: seconds of each step, CPU seconds of all of them."""
+    """What was measured of one system: the seconds of each step, and the CPU seconds of all steps together."""
 
     samples: list[float] = field(default_factory=list)
     cpu: float = 0.0
@@ -59,23 +60,23 @@ class Figure:
     extra: dict[str, float] = field(default_factory=dict)
 
     def ms(self, longest: bool = False) -> tuple[float, float, float]:
-        """Wall time, CPU time, and the trainer's CPU time of a step."""
+        """Milliseconds of one step: wall time (the median, or the longest), CPU time, and the trainer's CPU time."""
         wall = max(self.samples) if longest else statistics.median(self.samples)
         return 1e3 * wall, 1e3 * self.cpu / len(self.samples), 1e3 * self.trainer_cpu / len(self.samples)
 
 
 class Zygote:
-    """A Python that forks a child for each system. Its environment is that of the Python."""
+    """A process of one Python environment. It forks a child for each system."""
 
     def __init__(self, python: str, directory: str) -> None:
         self._python, self._directory = python, directory
         environment = os.environ | {"TMPDIR": directory}
-        if python != sys.executable:  # PYTHONPATH would show it this one's asyncsync, not the one installed there
+        if python != sys.executable:  # with PYTHONPATH it would import this asyncsync, not the installed one
             environment.pop("PYTHONPATH", None)
         self._errors = open(f"{directory}/errors-{next(_serial)}", "w+")  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         command = [python, str(Path(__file__).with_name("child.py"))]
-        # A session of its own: Ctrl-C is for this process, which ends the others.
+        # A session of its own: Ctrl-C reaches only this process, and this process ends the others.
         self.process: Any = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
 
     def open(self, section: str, system: System) -> Child:
@@ -99,7 +100,7 @@ class Zygote:
 
 @dataclass
 class Child:
-    """A process that measures one system, the trainer: it has a session of its own, with its workers."""
+    """The process that measures one system. It is the trainer, and has a session of its own with its workers."""
 
     zygote: Zygote
     name: str
@@ -118,7 +119,7 @@ class Child:
         return message
 
     def run(self, steps: int, figure: Figure) -> None:
-        """Add so many steps to a figure."""
+        """Measure this many steps, and add them to the figure."""
         before = self._cpu()
         self.connection.send(steps)
         message = self.read(STEPS)
@@ -130,7 +131,7 @@ class Child:
         figure.trainer_cpu += scale * (after.get(self.pid, 0.0) - before.get(self.pid, 0.0))
 
     def _cpu(self) -> dict[int, float]:
-        """CPU seconds so far of this process and all that it has started, by pid."""
+        """CPU seconds so far of the child and of all its descendants, by pid."""
         found = {}
         with suppress(psutil.NoSuchProcess):
             for process in [tree := psutil.Process(self.pid), *tree.children(recursive=True)]:
@@ -145,7 +146,7 @@ class Child:
         while psutil.pid_exists(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it has left behind
+            os.killpg(self.pid, signal.SIGKILL)  # whatever it left behind
 
 
 @contextmanager
@@ -162,7 +163,7 @@ def started(pythons: Mapping[str, str]) -> Iterator[dict[str, Zygote]]:
 def measure(
     zygotes: Mapping[str, Zygote], section: str, systems: Sequence[System], often: int, versions: Versions
 ) -> dict[tuple[str, System], Figure]:
-    """Figures by Python and system; without those that need a library which is not installed."""
+    """Figures by Python and system. A system is left out if the library that it needs is not installed."""
     figures: dict[tuple[str, System], Figure] = {}
     children: dict[tuple[str, System], Child] = {}
     try:
@@ -185,7 +186,7 @@ def measure(
 
 
 def result(section: str, system: System, sides: Mapping[str, Figure], longest: bool = False) -> dict[str, Any]:
-    """A row of the results, of one system beside another one or of its own: their figures under the sides' names."""
+    """One row of the results: the figures of each side, under its name. The first side is compared with the others."""
     ours, *others = sides.values()
     found: dict[str, Any] = {"section": section, "case": system.case, "workers": system.workers, "ours": system.kind}
     found |= {"samples": len(ours.samples), "extra": ours.extra}
@@ -199,7 +200,7 @@ def result(section: str, system: System, sides: Mapping[str, Figure], longest: b
 
 
 def compared(row: Row, figures: Mapping[System, Figure]) -> dict[str, Any] | None:
-    """Ours beside its fastest peer, and the bar. None: it was not measured."""
+    """Compare our system with its fastest peer, and with the bar. None: it was not measured."""
     peers = [system for system in row.peers if system in figures]
     if row.ours not in figures or (row.peers and not peers):
         return None
@@ -218,7 +219,7 @@ def compared(row: Row, figures: Mapping[System, Figure]) -> dict[str, Any] | Non
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: str) -> None:
-    """Print a table: words to the left, numbers to the right."""
+    """Print a table. Text is aligned to the left, numbers to the right."""
     keys, head = zip(*(column.split(":") for column in columns.split(",")), strict=True)
     cells = [head, *([_cell(row.get(key)) for key in keys] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -235,7 +236,7 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, results: list[dict[str, Any]], versions: Versions, sections: Sequence[str]) -> None:
-    """What the file says of other sections stays."""
+    """Replace these sections' results in the file, and keep those of other sections."""
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     date = datetime.date.today().isoformat()
     results = [row for row in kept if row["section"] not in sections] + [row | {"date": date} for row in results]

@@ -1,8 +1,9 @@
 """What updates cost the requests of a server that follows a trainer. Run me: python benchmarks/serving.py
 
-uvicorn with an application on `follow`, whose model of 64 MiB is called in a thread; a trainer; and a client, which
-sends 50 requests per second, whether or not those before are answered. Spans with and without an update each 0.3 s take
-turns. A request's time counts from when it was due. A stall is how late the server's loop calls back, at most.
+There are three processes: uvicorn, with an application under `follow` that calls a model of 64 MiB in a thread; a
+trainer; and a client. The client sends 50 requests per second and does not wait for answers. Spans of time with and
+without updates take turns; in the former, there is an update each 0.3 s. The time of a request counts from when it was
+due. A stall is the longest delay of a callback of the server's event loop.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def policy() -> nn.Module:
 
 
 async def watch(longest: Any) -> None:
-    """Note the longest stall, without the time for which a thread of this process, which may have had the interpreter's
-    lock, waited for a CPU (schedstat in proc(5)); what this thread has computed itself counts in any case."""
+    """Note the longest stall. Time in which a thread of this process waited for a CPU (schedstat in proc(5)) does not
+    count, because that thread may have had the interpreter's lock. What this thread computed itself always counts."""
     files: dict[str, int] = {}
     while True:
         files |= {
@@ -44,7 +45,7 @@ async def watch(longest: Any) -> None:
         }
         before = None
         for _ in range(1000):
-            while True:  # until nobody has interrupted the reading: a wait in its midst would count for the tick before
+            while True:  # until no other thread interrupts the reading, which would count for the tick before
                 begun = time.perf_counter()
                 waits = {file: int(os.pread(file, 100, 0).split()[1]) / 1e9 for file in files.values()}
                 now, busy = time.perf_counter(), time.thread_time()
@@ -112,7 +113,7 @@ async def span(port: int, seconds: float) -> tuple[list[float], set[bytes], int]
 
 
 async def measure(pairs: int, seconds: float, updates: Any, port: int, longest: Any) -> None:
-    for _ in range(600):  # until it serves
+    for _ in range(600):  # until the server answers
         if not (await span(port, 0))[2]:
             break
         await asyncio.sleep(0.1)
@@ -121,7 +122,7 @@ async def measure(pairs: int, seconds: float, updates: Any, port: int, longest: 
     for turn in range(pairs):
         for on in (True, False) if turn % 2 else (False, True):
             updates.set() if on else updates.clear()
-            await span(port, 2.0)  # does not count
+            await span(port, 2.0)  # warm up
             longest.value = 0.0
             times, versions, failed = await span(port, seconds)
             p99[on].append(times[int(0.99 * len(times))])

@@ -1,14 +1,14 @@
 """Counts the functions and files of this package that one update and one frame pass. Run me: python benchmarks/walk.py
 
-The trainer and its worker processes each record which functions are called between two moments (sys.setprofile), and a
-function counts once, however often it is called. What is walked through:
+The trainer and its worker processes record which functions are called between two moments (sys.setprofile). A function
+counts once, however often it is called. The walks:
 
     update, first            the first update after the workers have connected
-    update, chosen workers   one that is meant for one of two workers
-    update, two models       one of two models on one bus
-    update, steady           one that follows others of its kind: a training loop
+    update, chosen workers   an update for one of two workers
+    update, two models       an update of two models on one bus
+    update, steady           an update after others of its kind, as in a training loop
     frame                    the worker of a MultiAsyncCollector, in the middle of a rollout
-    frame, whole way         from the trainer's request to its batch, of one frame
+    frame, whole way         from the trainer's request to its batch of one frame
 
 `--list` prints the functions in the order of their first calls, as file:function. `--only update` leaves frames out.
 """
@@ -39,19 +39,19 @@ from child import Worker
 
 ROOT = str(Path(asyncsync.__file__).resolve().parent.parent) + os.sep
 ROOMS = tuple(str(Path(module.__file__).resolve().parent) + os.sep for module in (asyncsync, transports, collectors))
-INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>")  # parts of functions, in some Pythons
-TRIES = 3  # of each walk; the shortest counts, as a heartbeat may fall into one
-REST = 0.03  # seconds for what follows an update: it is part of the walk
+INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>")  # some Pythons make them functions
+TRIES = 3  # of each walk; the shortest counts, because a heartbeat may fall into one
+REST = 0.03  # seconds; what follows an update is part of the walk
 WALKS = ("update, first", "update, chosen workers", "update, two models", "update, steady", "frame", "frame, whole way")
 
-Calls = dict[str, int]  # "file:function" → when it was called first, in nanoseconds; of all processes of this host
+Calls = dict[str, int]  # "file:function" → time of the first call in ns, by a clock that all processes share
 
 
 class Recorder:
-    """Records calls in this process while the first byte of a file that all processes map is not zero.
+    """Records the calls in this process while the first byte of a file is not zero. All processes map that file.
 
     Attributes:
-        walks: by the number of the walk, which is that byte.
+        walks: the calls of each walk, by its number. That byte is the number of the walk that is recorded.
     """
 
     def __init__(self, switch: str) -> None:
@@ -87,7 +87,7 @@ def make_model() -> nn.Module:
 
 
 def walk_updates(recorder: Recorder, switch: str, walks: list[str]) -> list[dict[int, Calls]]:
-    """What the trainer and worker 0 pass, with one model, or with two where the walk says so."""
+    """The calls in the trainer and in worker 0, with one model, or with two where the walk says so."""
     bus = Bus(num_workers=2)
     schemes = [SharedMemWeightSyncScheme(bus=bus) for _ in range(2 if "update, two models" in walks else 1)]
     workers = [Worker(worker, index, switch) for index in range(2)]
@@ -125,7 +125,7 @@ async def worker(pipe: Any, index: int, switch: str) -> None:
         scheme.init_on_receiver(f"model{number}", model=make_model(), worker_idx=index)
     for scheme in schemes:
         await scheme.connect()
-    await asyncio.to_thread(pipe.recv)  # the updates are applied meanwhile, with no call from here
+    await asyncio.to_thread(pipe.recv)  # updates are applied meanwhile, without a call from here
     for scheme in schemes:
         await scheme.shutdown()
     pipe.send((True, recorder.walks))
@@ -135,7 +135,7 @@ async def worker(pipe: Any, index: int, switch: str) -> None:
 
 
 def walk_frames(recorder: Recorder, switch: str, walk: str, directory: Path) -> list[dict[int, Calls]]:
-    """What the trainer and the worker of a MultiAsyncCollector pass."""
+    """The calls in the trainer and in the worker of a MultiAsyncCollector."""
     from tensordict.nn import TensorDictModule
 
     from asyncsync.collectors import GymEnv, MultiAsyncCollector
@@ -179,7 +179,7 @@ class Choice(nn.Linear):
 
 
 def shortest(walk: str, sides: list[dict[int, Calls]]) -> list[Calls]:
-    """Of the tries of one walk that with the fewest functions: what the trainer passed, and what the worker."""
+    """The calls of the trainer and of the worker, in the try with the fewest functions."""
     first = WALKS.index(walk) * TRIES + 1
     tries = [[side.get(number, {}) for side in sides] for number in range(first, first + TRIES)]
     return min((each for each in tries if any(each)), key=lambda each: len({*each[0], *each[1]}))
@@ -207,8 +207,8 @@ def report(walk: str, sides: list[dict[int, Calls]], options: argparse.Namespace
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts the functions that one update and one frame pass")
-    parser.add_argument("--list", action="store_true", help="print them, in the order of their first calls")
-    parser.add_argument("--only", choices=["update", "frame"], help="one of the two")
+    parser.add_argument("--list", action="store_true", help="print the functions, in the order of their first calls")
+    parser.add_argument("--only", choices=["update", "frame"], help="only updates, or only frames")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
