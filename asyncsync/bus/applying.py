@@ -140,9 +140,9 @@ class Applying(Link):
         if self._offered is passed:
             self._offered = []
         for staging in passed:
-            if staging.heard or staging.abandoned:
+            if staging.seen_by_loop or staging.abandoned:
                 continue
-            staging.heard = True
+            staging.seen_by_loop = True
             if staging.error is None and self.cascade.concerns(staging.parts):
                 # Nothing newer goes through the gate until those below have this one, and it counts as applied.
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
@@ -225,7 +225,7 @@ class Applying(Link):
                 newest = machine.targets.get(model_id, 0)
                 raise Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
             is_to_come = epoch is not None and epoch > now
-            if not is_to_come and (never := machine.cannot_take(model_id, version)) is not None:
+            if not is_to_come and (never := machine.why_not_taken(model_id, version)) is not None:
                 raise never
             self._check_ended()
             if not is_to_come:
@@ -384,7 +384,7 @@ class Applying(Link):
             # The trainer may have taken its weights back since then, and left, because they do not fit.
             if not machine.holdings.version(model_id):
                 self._check_refused(model_id)
-            if machine.settled(model_id):
+            if machine.is_connected(model_id):
                 return True
             self._check_ended()
             self._check_refused(model_id)

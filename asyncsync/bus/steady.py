@@ -252,7 +252,7 @@ class SteadyWorker:
         )
         self._machine.serial, machine.base, machine.targets[self._model_id] = base[0], base, version
         machine.bytes_received += self._nbytes
-        machine.line_up(staging)
+        machine.enqueue(staging)
         machine.end_fast_path()
 
     def _apply(self) -> None:

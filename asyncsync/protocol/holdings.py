@@ -59,7 +59,7 @@ class Session:
     ended: WeightSyncError | None = None
     refused: dict[str, SchemaMismatch] = field(default_factory=dict)
     _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # that fit: of each model, the latest few
-    _unfit: dict[str, Layout] = field(default_factory=dict)  # what was refused
+    _refused_layouts: dict[str, Layout] = field(default_factory=dict)  # what was refused
     _nameless: bool = False
     _next_hello: float = 0.0
     _hello_delay: float = FIRST_HELLO_RETRY
@@ -79,7 +79,7 @@ class Session:
     def name(self, model_id: str) -> str:
         return "" if self._nameless else model_id
 
-    def named(self, versions: Mapping[str, int]) -> dict[str, int]:
+    def to_trainer_names(self, versions: Mapping[str, int]) -> dict[str, int]:
         """By the trainer's names, of the models that take part."""
         return {"" if self._nameless else m: v for m, v in versions.items() if m in self._models}
 
@@ -105,12 +105,12 @@ class Session:
         return None
 
     def forget(self, model_id: str) -> None:
-        for known in (self._layouts, self._unfit, self.refused):
+        for known in (self._layouts, self._refused_layouts, self.refused):
             known.pop(model_id, None)
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
-    def hello(self, versions: Mapping[str, int], serial: int, now: float, *, takes: bool = False) -> None:
+    def send_hello(self, versions: Mapping[str, int], serial: int, now: float, *, takes: bool = False) -> None:
         """Send HELLO, with the versions that the models hold, and the serial of the last UPDATE that has come."""
         self.attempt += 1
         self.welcomed = False
@@ -126,7 +126,7 @@ class Session:
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello
 
-    def welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
+    def receive_welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Take in the trainer's answer to HELLO, or that it has other layouts, and accept or refuse them. Raises
         ProtocolError, with nothing changed, if it is malformed or not for this HELLO."""
         if welcome.nonce != self.nonce or welcome.attempt != self.attempt:
@@ -141,7 +141,7 @@ class Session:
         found = {m: Layout.decode(next(frames), digest) for m, digest in served.items() if digest}
         if welcome.epoch != self.epoch:
             self.epoch = welcome.epoch
-            self.refused, self._unfit = {}, {}
+            self.refused, self._refused_layouts = {}, {}
         self._nameless = nameless
         self.trainer = welcome
         self.served = served
@@ -154,10 +154,10 @@ class Session:
             error = self._check(model_id, layout)
             if error is None:
                 self.refused.pop(model_id, None)
-                self._unfit.pop(model_id, None)
+                self._refused_layouts.pop(model_id, None)
                 accepted[self.name(model_id)] = layout.digest
             else:
-                self.refused[model_id], self._unfit[model_id] = error, layout
+                self.refused[model_id], self._refused_layouts[model_id] = error, layout
                 text = str(error)[: messages.MAX_TEXT]
                 self.send(messages.Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.number))
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
@@ -168,11 +168,11 @@ class Session:
         """Whether the trainer's layout has not fitted this model, and does by now: then HELLO is due."""
         if model_id not in self.refused or self.ended is not None:
             return False
-        error = self._check(model_id, self._unfit[model_id])
+        error = self._check(model_id, self._refused_layouts[model_id])
         if error is not None:
             self.refused[model_id] = error
             return False
-        del self.refused[model_id], self._unfit[model_id]
+        del self.refused[model_id], self._refused_layouts[model_id]
         return True
 
     def mismatch(self, model_id: str) -> SchemaMismatch | None:
@@ -192,7 +192,7 @@ class Session:
         """Whether the targets are from after this request; with ``root``, by the root of the tree."""
         return (self._answered_by_root if root else self._answered) >= request
 
-    def pong(self, pong: messages.Pong) -> bool:
+    def receive_pong(self, pong: messages.Pong) -> bool:
         """Whether this brings newer targets."""
         if pong.seq > self._ping:
             raise ProtocolError("a PONG to no PING")
@@ -204,7 +204,7 @@ class Session:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    def ends(self, bye: Bye, now: float) -> None:
+    def receive_bye(self, bye: Bye, now: float) -> None:
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
             raise ProtocolError("a BYE that is not meant for this worker")
         if bye.reason == "superseded":
@@ -218,7 +218,7 @@ class Session:
             self.welcomed = False
             self._next_hello = now + self._settings.retry_interval
 
-    def bye(self, message: str, *, reads: bool) -> None:
+    def send_bye(self, message: str, *, reads: bool) -> None:
         """Leave. ``reads``: some leased slabs are in use all the same, until this process ends."""
         if self.epoch is None or not self.online:
             return
@@ -258,7 +258,7 @@ class Staging:
 
     An update that was replaced or withdrawn before the gate began with it is ``abandoned``: :meth:`run` then does
     nothing. ``is_begun``: the gate has begun with it. It is ``over`` when the gate has done with it, perhaps in another
-    thread, and ``heard`` when the loop knows of that. ``error``: why it could not be applied, once it is over.
+    thread, and ``seen_by_loop`` when the loop knows of that. ``error``: why it could not be applied, once it is over.
     """
 
     epoch: Epoch
@@ -266,7 +266,7 @@ class Staging:
     parts: dict[str, StagedPart]
     abandoned: bool = False
     over: bool = False
-    heard: bool = False
+    seen_by_loop: bool = False
     error: Exception | None = None
     is_begun: bool = False
     # The gate may run this in whichever thread leaves last, while the loop replaces it.
@@ -337,9 +337,9 @@ class Taken:
 
     def release(self) -> None:
         self.staging.release()
-        self.leave_previous()
+        self.release_previous()
 
-    def leave_previous(self) -> None:
+    def release_previous(self) -> None:
         for *_, slab in self.previous.values():
             slab.release()
         self.previous = {}
@@ -348,7 +348,7 @@ class Taken:
 class StagedUpdates(list[Staging]):
     """What should go through the gate, oldest first. An update that has gone through stays until the loop knows."""
 
-    def line_up(self, staging: Staging, *, again: bool = False) -> None:
+    def enqueue(self, staging: Staging, *, again: bool = False) -> None:
         """Behind those that wait for the gate, without those of whose every model something newer waits now. ``again``:
         it was taken, and was not applied; it may be taken again, unless something newer is there.
 
@@ -411,7 +411,7 @@ class Holdings:
         epoch: the current trainer's; None: there has been none.
         held: of each model, the newest applied update.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
-        homes: per model, the slabs of failed updates in which some of its memory may lie.
+        failed_slabs: per model, the slabs of failed updates in which some of its memory may lie.
         is_report_due: whether a leased slab has been released since the last report.
     """
 
@@ -420,7 +420,7 @@ class Holdings:
         self.held: dict[str, Held] = {}
         self.error: dict[str, tuple[int, Exception, TracebackType | None]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
-        self.homes: dict[str, list[Held]] = {}
+        self.failed_slabs: dict[str, list[Held]] = {}
         self.is_report_due = False
 
     def version(self, model_id: str) -> int:
@@ -439,17 +439,17 @@ class Holdings:
         return None if held is None or held[:2] != (self.epoch, version) else held[2]
 
     @property
-    def are_plain(self) -> bool:
+    def is_clean(self) -> bool:
         """Whether nothing is leased, to be reported, or left over from an update that failed."""
-        return not (self.leased or self.is_report_due or self.homes or self.error)
+        return not (self.leased or self.is_report_due or self.failed_slabs or self.error)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def applied(self, staging: Staging) -> None:
         """The models hold these versions. Takes over the references to their slabs."""
         for model_id, part in staging.parts.items():
-            if self.homes:
-                self._move_out(model_id, (staging.epoch, part.version))
+            if self.failed_slabs:
+                self._release_failed_slabs(model_id, (staging.epoch, part.version))
             held = self.held.get(model_id)
             if held is None or (staging.epoch, part.version) > held[:2]:
                 if staging.epoch == self.epoch:
@@ -466,19 +466,19 @@ class Holdings:
             # Applying had got so far, and the model's memory may be in this slab until an update succeeds.
             if part.slab.holds_parameters:
                 if part.slab.holds_all_parameters:
-                    self._move_out(model_id, (staging.epoch, part.version))
-                self.homes.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
+                    self._release_failed_slabs(model_id, (staging.epoch, part.version))
+                self.failed_slabs.setdefault(model_id, []).append((staging.epoch, part.version, part.slab.retain()))
 
-    def _move_out(self, model_id: str, since: tuple[Epoch, int]) -> None:
+    def _release_failed_slabs(self, model_id: str, since: tuple[Epoch, int]) -> None:
         """All of the model's memory has been elsewhere since this version."""
-        homes = self.homes.pop(model_id, [])
-        for epoch, version, slab in homes:
+        failed_slabs = self.failed_slabs.pop(model_id, [])
+        for epoch, version, slab in failed_slabs:
             if (epoch, version) < since:
                 slab.release()
-        if newer := [home for home in homes if home[:2] >= since]:
-            self.homes[model_id] = newer
+        if newer := [home for home in failed_slabs if home[:2] >= since]:
+            self.failed_slabs[model_id] = newer
 
-    def adopt(self, epoch: Epoch | None) -> None:
+    def adopt_epoch(self, epoch: Epoch | None) -> None:
         """A new trainer: no version of the old one's counts any more; the models keep what they hold."""
         self.epoch = epoch
         self.error = {}
@@ -490,11 +490,11 @@ class Holdings:
             self.held[model_id] = (held[0], 0, held[2])
         self.error.pop(model_id, None)
 
-    def take_out(self, model_id: str) -> None:
+    def remove_model(self, model_id: str) -> None:
         """This model takes part no more, and lies in none of these slabs."""
         self.error.pop(model_id, None)
         held = [self.held.pop(model_id)] if model_id in self.held else []
-        for *_, slab in (*held, *self.homes.pop(model_id, ())):
+        for *_, slab in (*held, *self.failed_slabs.pop(model_id, ())):
             slab.release()
 
     # -- leases -----------------------------------------------------------------------------------------------------
@@ -516,8 +516,8 @@ class Holdings:
         for _, _, slab in self.held.values():
             slab.release()
         self.held.clear()
-        for homes in self.homes.values():
-            for *_, slab in homes:
+        for failed_slabs in self.failed_slabs.values():
+            for *_, slab in failed_slabs:
                 slab.release()
-        self.homes.clear()
+        self.failed_slabs.clear()
         self.leased = {}

@@ -40,10 +40,10 @@ GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has los
 PATIENCE = 2.0
 # Of the time between two checks, no more than this counts: the answer may have come while this process was busy.
 CHECK_SECONDS = 0.25
-EVERYBODY = b""
+ALL_SUBSCRIBERS = b""
 """In the outbox, the route of what goes to all subscribers."""
 PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
-KEPT = 8  # of the latest announcements, who was sent them
+KEPT_ANNOUNCEMENTS = 8  # of the latest announcements, who was sent them
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Newcomer:
     _patience: float = PATIENCE
     welcomed_at: float | None = None
 
-    def outwaits(self, now: float) -> bool:
+    def count_silence(self, now: float) -> bool:
         """Whether the holder has been silent for too long by now."""
         self._patience -= min(now - self.checked, CHECK_SECONDS)
         self.checked = now
@@ -81,7 +81,7 @@ class Membership:
         unwatched: the incarnations beside this process whose end would go unnoticed; the shell says so.
         fanout_port: where workers can subscribe to what goes to all of them, beside the trainer's address; 0: nowhere.
         shortage: why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
-        behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.relays`.
+        relayed_workers: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.relays`.
         follows: whether another sender has published what this one serves: a worker may know more of it than this one.
     """
 
@@ -94,7 +94,7 @@ class Membership:
     peers: dict[int, Peer] = field(default_factory=dict)
     routes: dict[bytes, Peer] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
-    behind: dict[int, Peer] = field(default_factory=dict)
+    relayed_workers: dict[int, Peer] = field(default_factory=dict)
     follows: bool = False
     outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)
     turned_away: str = ""
@@ -109,7 +109,7 @@ class Membership:
 
     def find(self, worker: int) -> Peer | None:
         """Who is this worker, connected here or behind a relay."""
-        return self.peers.get(worker) or self.behind.get(worker)
+        return self.peers.get(worker) or self.relayed_workers.get(worker)
 
     def expected(self) -> list[int]:
         """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
@@ -127,7 +127,7 @@ class Membership:
         for peer in self.peers.values():
             if peer.is_worker:
                 yield peer
-        for worker, peer in self.behind.items():
+        for worker, peer in self.relayed_workers.items():
             if worker not in self.peers:
                 yield peer
 
@@ -142,7 +142,7 @@ class Membership:
 
     # -- HELLO ------------------------------------------------------------------------------------------------------
 
-    def hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
+    def receive_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         """A worker has connected, perhaps once more, or somebody wants its place. Raises ProtocolError, with nothing
         changed, if it claims what cannot be."""
         worker, nonce = hello.worker, hello.nonce
@@ -171,7 +171,7 @@ class Membership:
         codec = codec if codec and is_decodable(codec, hello.codecs) else ""
         new = Peer(worker, nonce, route, hello, local, now, applied=applied, codec=codec)
         if peer is not None and not peer.lost and peer.route != route:
-            self._contend(peer, new, now)
+            self._contest_place(peer, new, now)
         elif peer is not None and same:
             self._move(peer, new, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
@@ -203,7 +203,7 @@ class Membership:
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
-    def at(self, route: bytes) -> Peer | None:
+    def peer_at(self, route: bytes) -> Peer | None:
         """Who is reached there, or wants to be."""
         newcomer = self.newcomer_at(route)
         return self.routes.get(route) if newcomer is None else newcomer.peer
@@ -212,7 +212,7 @@ class Membership:
         """Who wants the place of a worker, and is reached there."""
         return next((one for one in self._newcomers.values() if one.peer.route == route), None)
 
-    def _contend(self, holder: Peer, peer: Peer, now: float) -> None:
+    def _contest_place(self, holder: Peer, peer: Peer, now: float) -> None:
         """HELLO from elsewhere than where this worker is: from another incarnation, or over a new connection."""
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is None:
@@ -224,13 +224,13 @@ class Membership:
             if now >= newcomer.welcomed_at + self.settings.retry_interval:  # else one after the other
                 why = f"it did not answer, and another process asked to be worker {peer.worker}"
                 self._turn_away(newcomer, why)
-                self._contend(holder, peer, now)
+                self._contest_place(holder, peer, now)
             return
         newcomer.peer = peer
         if newcomer.welcomed_at is not None:
             self._welcome(peer)
 
-    def _admit(self, newcomer: Newcomer, now: float) -> None:
+    def _let_prove(self, newcomer: Newcomer, now: float) -> None:
         """The holder of the place is silent: let the newcomer prove itself, unless it is the holder."""
         holder, peer = newcomer.holder, newcomer.peer
         if peer.nonce == holder.nonce:
@@ -240,7 +240,7 @@ class Membership:
             newcomer.welcomed_at = now
             self._welcome(peer)
 
-    def prove(self, newcomer: Newcomer, instruction: Instruction, now: float) -> Peer | None:
+    def receive_from_newcomer(self, newcomer: Newcomer, instruction: Instruction, now: float) -> Peer | None:
         """Take in what a newcomer answers; returns it if it has taken the place with that. Raises ProtocolError for an
         instruction that only a worker may send."""
         holder, peer = newcomer.holder, newcomer.peer
@@ -249,7 +249,7 @@ class Membership:
         elif isinstance(instruction, messages.Ready) and newcomer.welcomed_at is not None:
             peer.ready = True
             peer.accepted.update(instruction.digests.items())
-            if not peer.unsettled:
+            if not peer.owes_answer:
                 self._supersede(holder)
                 self._enter(peer, now)
                 return peer
@@ -259,7 +259,7 @@ class Membership:
             raise ProtocolError(f"{type(instruction).__name__} from a process that is not worker {peer.worker} yet")
         return None
 
-    def answered(self, holder: Peer, ping: int) -> None:
+    def note_answer(self, holder: Peer, ping: int) -> None:
         """A worker has answered this PING: it keeps its place."""
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is not None and ping >= newcomer.ping:
@@ -284,14 +284,14 @@ class Membership:
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
 
-    def outrun(self, hello: messages.Hello) -> None:
+    def raise_epoch_above(self, hello: messages.Hello) -> None:
         """A worker has seen a higher epoch: go past it, as nothing has been sent yet."""
         assert hello.epoch is not None
         if hello.epoch[0] >= MAX_START:
             raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
-        self.begin((hello.epoch[0] + 1, self.epoch[1]))
+        self.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin_epoch(self, epoch: Epoch) -> None:
         """Another epoch, in which nothing has been sent yet."""
         self.epoch = epoch
         for one in self._newcomers.values():
@@ -311,7 +311,7 @@ class Membership:
         self._superseded[peer.nonce] = None
         while len(self._superseded) > KEPT_NONCES:
             del self._superseded[next(iter(self._superseded))]
-        self.drop(peer)
+        self.forget(peer)
 
     def _send_superseded(self, route: bytes, worker: int, nonce: bytes) -> None:
         text = f"a newer process is worker {worker} now: this worker was restarted, or two workers have this index"
@@ -324,7 +324,7 @@ class Membership:
     def _bye(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
         self.send(route, messages.Bye(self.epoch, nonce, reason, message))
 
-    def drop(self, peer: Peer) -> Newcomer | None:
+    def forget(self, peer: Peer) -> Newcomer | None:
         """Forget a peer; returns who wants its place."""
         peer.end_transfer()
         self.routes.pop(peer.route, None)
@@ -347,7 +347,7 @@ class Membership:
         if peer is None or peer.lost:
             return None
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._admit(newcomer, now)
+            self._let_prove(newcomer, now)
             if peer.route != route:
                 return None  # it is back already
         # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
@@ -369,7 +369,7 @@ class Membership:
         for peer in list(self.peers.values()):
             if peer.lost:
                 if (self.num_workers is None or not peer.is_worker) and now - peer.lost_since > GONE_SECONDS:
-                    self.drop(peer)
+                    self.forget(peer)
                     self._targets.forget_worker(peer.worker)
                     self.gone[peer.worker] = peer.lost
                     while len(self.gone) > MAX_PEERS:
@@ -377,8 +377,8 @@ class Membership:
                 continue
             # First: a worker that comes back over another connection owes no answer any more, and its PING may be due.
             newcomer = self._newcomers.get(peer.worker)
-            if newcomer is not None and newcomer.outwaits(now):
-                self._admit(newcomer, now)
+            if newcomer is not None and newcomer.count_silence(now):
+                self._let_prove(newcomer, now)
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
@@ -423,7 +423,7 @@ class Progress:
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was, before it was rejected."""
-        if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
+        if self._membership.num_workers is not None and models and self._targets.are_common(version, models):
             return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
         known = {peer.worker for peer in self._membership.workers()}
         everybody = sorted(known.union(self._membership.expected()))
@@ -449,7 +449,7 @@ class Progress:
         models = None if models is None else list(models)
         result = Outcome()
         for worker in workers:
-            answer = self._answer(worker, version, models, staged=staged)
+            answer = self._result(worker, version, models, staged=staged)
             if answer is None:
                 result.waiting.add(worker)
             elif isinstance(answer, int):
@@ -458,7 +458,7 @@ class Progress:
                 result.failed[worker] = answer
         return result
 
-    def to_stage(self, version: int, models: Collection[str]) -> list[int]:
+    def workers_to_stage(self, version: int, models: Collection[str]) -> list[int]:
         """The workers that are to have this version of these models ready, which is staged, or is a target."""
         staged = self._targets.staged
         if staged is None or staged.version != version:
@@ -466,11 +466,11 @@ class Progress:
         there = self._membership.eligible(staged.models)
         return [worker for worker in there if staged.workers is None or worker in staged.workers]
 
-    def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
+    def find_awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: no worker may. ``first``: the one
         that is looked at before all others."""
         if self._targets.is_staged(version):
-            return next(iter(self.to_stage(version, models)), None)
+            return next(iter(self.workers_to_stage(version, models)), None)
         if (
             first is not None
             and self._is_targeted(first, version, models)
@@ -482,15 +482,15 @@ class Progress:
 
     def is_outstanding(self, worker: int, version: int, models: list[str] | None) -> bool:
         """True while this worker may still come to hold this version; the short form of :meth:`of`."""
-        return self._answer(worker, version, models) is None
+        return self._result(worker, version, models) is None
 
-    def _answer(
+    def _result(
         self, worker: int, version: int, models: list[str] | None, *, staged: bool = False
     ) -> int | Exception | None:
         """Which version this worker holds of these models, or has ready if ``staged``, if it is not older; or why it
         will not; None: it may."""
         peer = self._membership.find(worker)
-        if not staged and peer is not None and models and peer.has(version, models):
+        if not staged and peer is not None and models and peer.has_applied(version, models):
             return min(peer.applied[m] for m in models)
         mine = self._models_of(worker, models)
         waits_for_commit = staged and self._targets.is_staged(version)
@@ -508,8 +508,8 @@ class Progress:
                 return PeerLost(f"worker {worker} does not have this model (any more)")
             return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
         if peer is None:
-            return self._loss(worker, self._membership.gone.get(worker))
-        has = {m: peer.ahead(m) if staged else peer.applied.get(m, 0) for m in targets}
+            return self._lost_error(worker, self._membership.gone.get(worker))
+        has = {m: peer.applied_or_staged(m) if staged else peer.applied.get(m, 0) for m in targets}
         if waits_for_commit:
             has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
         if has and all(v >= version for v in has.values()):
@@ -519,9 +519,9 @@ class Progress:
                 error = self.refusal(peer, target) or self._failure(peer, m, target.version)
                 if error is not None:
                     return error
-        return self._loss(worker, peer.lost)
+        return self._lost_error(worker, peer.lost)
 
-    def _loss(self, worker: int, reason: str | None) -> PeerLost | None:
+    def _lost_error(self, worker: int, reason: str | None) -> PeerLost | None:
         return None if reason is None else PeerLost(f"worker {worker} is lost: {reason}")
 
     def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
@@ -598,25 +598,25 @@ class FanOut:
         self.reached: set[bytes] = set()
         self._membership = membership
         self._settings = settings = membership.settings
-        self._pieces = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
+        self._push_settings = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
         self._recipients: dict[int, set[bytes]] = {}  # of the latest announcements, by serial
         self._pushed: Transfer | None = None
-        self._members: list[Peer] = []  # those that are to have what is pushed
+        self._push_targets: list[Peer] = []  # those that are to have what is pushed
 
-    def moved(self, port: int) -> None:
+    def use_port(self, port: int) -> None:
         """Workers can subscribe at this port from now on (0: nowhere); none has done so yet."""
         self.end()
         self.subscribed.clear()
         self._membership.fanout_port = port
 
-    def started(self, peer: Peer, serial: int) -> None:
+    def note_announced(self, peer: Peer, serial: int) -> None:
         """An announcement is on its way to a worker, whose latest one it becomes."""
-        peer.before = peer.serial
+        peer.previous_serial = peer.serial
         self._recipients.setdefault(serial, set()).add(peer.nonce)
-        if len(self._recipients) > KEPT:
+        if len(self._recipients) > KEPT_ANNOUNCEMENTS:
             del self._recipients[min(self._recipients)]
 
-    def gather(
+    def merge_into_cast(
         self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], announcement: Announcement | None
     ) -> Cast | None:
         """Merge what was just taken from the outbox with what follows there, if it is one announcement to many workers.
@@ -629,7 +629,7 @@ class FanOut:
         for one in routes:
             peer = self._membership.routes.get(one)
             if peer is not None and peer.serial == serial and peer.transfer and peer.nonce in self.subscribed:
-                groups.setdefault(peer.before, []).append(peer)
+                groups.setdefault(peer.previous_serial, []).append(peer)
         since, members = max(groups.items(), key=lambda group: len(group[1]), default=(0, []))
         if len(members) < self._settings.fanout_least or not announcement.castable or since not in self._recipients:
             return None
@@ -645,7 +645,7 @@ class FanOut:
         if pushes:
             self.end()
             assert members[0].transfer is not None
-            self._pushed, self._members = Transfer(announcement, members[0].transfer.parts, 0), members
+            self._pushed, self._push_targets = Transfer(announcement, members[0].transfer.parts, 0), members
         excluded = b"".join(sorted(nonce[-NONCE_END:] for nonce in others))
         return Cast(self._membership.epoch, since, excluded, pushes)
 
@@ -656,14 +656,14 @@ class FanOut:
         pushed = self._pushed
         if pushed is None:
             return
-        credits = sorted(credit for peer in self._members if (credit := _credit(peer, pushed)) is not None)
+        credits = sorted(credit for peer in self._push_targets if (credit := _credit(peer, pushed)) is not None)
         if credits:
             pushed.granted = credits[-len(credits) // 4]
-        for chunk, piece in pushed.chunks(self._membership.epoch, self._pieces):
-            for peer in self._members:
+        for chunk, piece in pushed.chunks(self._membership.epoch, self._push_settings):
+            for peer in self._push_targets:
                 if peer.transfer is not None and peer.transfer.serial == pushed.serial:
                     peer.bytes_sent += len(piece)
-            self._membership.send(EVERYBODY, chunk, [piece])
+            self._membership.send(ALL_SUBSCRIBERS, chunk, [piece])
         if pushed.sent == pushed.total or not credits:
             self.end()
 
@@ -676,13 +676,15 @@ class FanOut:
         """Push nothing more. A worker that lacks something fetches it."""
         if self._pushed is not None:
             self._pushed.release()
-            self._pushed, self._members = None, []
+            self._pushed, self._push_targets = None, []
 
 
 def _credit(peer: Peer, pushed: Transfer) -> int | None:
     """Up to where this worker can take what is pushed; None: it does not want it any more."""
     if peer.transfer is not None and peer.transfer.serial == pushed.serial:
         return peer.transfer.pushed
-    if not peer.lost and all(peer.ahead(model_id) >= version for model_id, version in pushed.versions.items()):
+    if not peer.lost and all(
+        peer.applied_or_staged(model_id) >= version for model_id, version in pushed.versions.items()
+    ):
         return pushed.total
     return None

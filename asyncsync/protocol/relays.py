@@ -29,64 +29,64 @@ from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
 AT_ONCE = 64  # workers that are asked by VERIFY at a time
-KEPT_QUESTIONS = 8  # of each worker: one comes per second until there is an answer
+KEPT_REQUESTS = 8  # of each worker: one comes per second until there is an answer
 
 
 @dataclass(slots=True, eq=False)
 class _Relay:
     """One incarnation of a relay: its workers, and the number of its last report; 0: it has still to count them. While
-    it does, those in ``stale`` have not been counted yet. ``asked``: a recount was requested, once."""
+    it does, those in ``uncounted`` have not been counted yet. ``recount_requested``: a recount was requested, once."""
 
     workers: dict[int, Peer] = field(default_factory=dict)
-    stale: set[int] = field(default_factory=set)
-    last: int = 0
-    asked: bool = False
+    uncounted: set[int] = field(default_factory=set)
+    last_report: int = 0
+    recount_requested: bool = False
 
 
-class Behind:
+class RelayedWorkers:
     """The workers behind all relays. ``workers`` has them by index, those that are lost, too; each has a ``relay``.
     ``changed`` has those of whom something is new; whoever reads it clears it."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.workers = membership.behind
+        self.workers = membership.relayed_workers
         self.changed: set[int] = set()
         self._membership = membership
         self._targets = targets
         self._relays: dict[bytes, _Relay] = {}
-        self._count = 0  # of those who have come: who has come last is believed
+        self._arrivals = 0  # of those who have come: who has come last is believed
 
     def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
         if relay.hello.role != "relay":
             raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
-        if report.number <= known.last:
+        if report.number <= known.last_report:
             return  # a duplicate, or overtaken by a newer one
-        if not report.whole and (not known.last or report.number > known.last + 1):
-            if not known.asked:  # until a PONG tells that it has not come, either
-                known.asked = True
-                self.check(relay, report.number)
+        if not report.whole and (not known.last_report or report.number > known.last_report + 1):
+            if not known.recount_requested:  # until a PONG tells that it has not come, either
+                known.recount_requested = True
+                self.request_missing(relay, report.number)
             return
-        known.last = report.number
+        known.last_report = report.number
         if report.whole:
-            known.stale, known.asked = set(known.workers), False
+            known.uncounted, known.recount_requested = set(known.workers), False
         for one in report.workers:
-            known.stale.discard(one.worker)
-            self._enter(relay, known, one, now)
-        gone = () if report.more else tuple(known.stale)
+            known.uncounted.discard(one.worker)
+            self._record(relay, known, one, now)
+        gone = () if report.more else tuple(known.uncounted)
         for worker in gone:
             known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one report
-            self._choose(worker)
-        known.stale.difference_update(gone)
+            self._choose_record(worker)
+        known.uncounted.difference_update(gone)
         self.changed.update(gone, [one.worker for one in report.workers])
 
-    def check(self, relay: Peer, number: int) -> None:
+    def request_missing(self, relay: Peer, number: int) -> None:
         """A relay has sent reports up to this number: request a recount, if one of them has not come."""
         known = self._relays.get(relay.nonce)
-        last = 0 if known is None else known.last
+        last = 0 if known is None else known.last_report
         if number != last and relay.hello.role == "relay":
             self._membership.send(relay.route, messages.Recount(self._membership.epoch, last))
 
-    def _enter(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
+    def _record(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
         peer = known.workers.get(one.worker)
         if one.lost and (peer is not None or self._membership.num_workers is None):
             if peer is not None and not peer.lost:
@@ -102,8 +102,8 @@ class Behind:
                 return
             hello = Hello(one.worker, one.nonce, one.attempt, 0, "", 0, None, dict(one.applied))
             peer = Peer(one.worker, one.nonce, b"", hello, False, now, ready=True, relay=relay.worker)
-            self._count += 1
-            peer.serial = self._count
+            self._arrivals += 1
+            peer.serial = self._arrivals
         assert peer is not None
         known.workers[one.worker] = peer
         newest = math.inf if self._membership.follows else self._targets.version
@@ -116,13 +116,13 @@ class Behind:
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.held, peer.staged, peer.taken = dict(one.held), dict(one.staged), dict(one.taken)
         peer.failed = {}
-        peer.note_failed(self._targets.concerning(one.worker, one.failed), one.error)
+        peer.note_failed(self._targets.relevant(one.worker, one.failed), one.error)
         if one.lost:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:
-            self._choose(one.worker)
+            self._choose_record(one.worker)
 
-    def _choose(self, worker: int) -> None:
+    def _choose_record(self, worker: int) -> None:
         """Who is believed of those that are reported as this worker."""
         found = [known.workers[worker] for known in self._relays.values() if worker in known.workers]
         if not found:
@@ -136,12 +136,12 @@ class Behind:
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
         peer.lose(reason, self._targets.version, now)
-        self._choose(peer.worker)
+        self._choose_record(peer.worker)
 
     def lose(self, relay: Peer, now: float) -> None:
         """A relay is lost, and its workers with it until they are reported again."""
         if (known := self._relays.get(relay.nonce)) is not None:
-            known.last = 0
+            known.last_report = 0
             for peer in known.workers.values():
                 if not peer.lost:
                     self._lose(peer, f"its relay is lost: {relay.lost}", now)
@@ -149,26 +149,26 @@ class Behind:
     def restart(self) -> None:
         """Another trainer's versions are served from here on."""
         for known in self._relays.values():
-            known.last = 0
+            known.last_report = 0
             for peer in known.workers.values():
                 peer.applied, peer.failed = {}, {}
 
-    def _replace(self, peer: Peer, now: float) -> None:
+    def _forget_moved(self, peer: Peer, now: float) -> None:
         """Forget a worker that was connected to the sender itself, and is behind a relay by now."""
         other = self.workers.get(peer.worker)
         if other is None or other.lost or (peer.lost is None and peer.unreachable_since is None):
             return
         if peer.lost or other.nonce == peer.nonce:
-            newcomer = self._membership.drop(peer)
-            self._choose(peer.worker)
+            newcomer = self._membership.forget(peer)
+            self._choose_record(peer.worker)
             if newcomer is not None:
-                self._membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
+                self._membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def tick(self, now: float) -> None:
         """Forget relays that are forgotten, and elastic workers that were lost long ago."""
         if self.workers:
             for peer in list(self._membership.peers.values()):
-                self._replace(peer, now)
+                self._forget_moved(peer, now)
         there = {peer.nonce for peer in self._membership.peers.values() if not peer.is_worker}
         for nonce in self._relays.keys() - there:
             for worker in self._relays.pop(nonce).workers:
@@ -181,36 +181,36 @@ class Behind:
 
     def _forget(self, worker: int) -> None:
         peer = self.workers.get(worker)
-        self._choose(worker)
+        self._choose_record(worker)
         if peer is not None and peer.lost and worker not in self.workers:
             self._membership.gone[worker] = peer.lost
 
 
-class Questions:
-    """The questions of one sender's workers. ``new``: of each worker, the newest that has still to be asked above."""
+class TargetRequests:
+    """The questions of one sender's workers. ``unsent``: of each worker, the newest that has still to be asked above."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.new: dict[int, int] = {}
+        self.unsent: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
+        self._sent: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
 
-    def put(self, peer: Peer, ping: messages.Ping) -> None:
+    def receive(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:
             self._answer(peer, ping.seq, {}, root=not self._membership.follows)
         else:
-            self.new[peer.worker] = ping.seq
+            self.unsent[peer.worker] = ping.seq
 
-    def passed_on(self, number: int) -> None:
+    def sent(self, number: int) -> None:
         """All new ones have been asked above, with this number."""
-        self._asked = {worker: asked for worker, asked in self._asked.items() if worker in self._membership.peers}
-        for worker, seq in self.new.items():
-            self._asked.setdefault(worker, deque(maxlen=KEPT_QUESTIONS)).append((number, seq))
-        self.new = {}
+        self._sent = {worker: asked for worker, asked in self._sent.items() if worker in self._membership.peers}
+        for worker, seq in self.unsent.items():
+            self._sent.setdefault(worker, deque(maxlen=KEPT_REQUESTS)).append((number, seq))
+        self.unsent = {}
 
-    def answered(self, number: int, above: Mapping[str, int]) -> None:
+    def receive_answer(self, number: int, above: Mapping[str, int]) -> None:
         """The root has answered what was asked with this number, and all before: what everybody should have."""
-        for worker, asked in self._asked.items():
+        for worker, asked in self._sent.items():
             seq = None
             while asked and asked[0][0] <= number:
                 _, seq = asked.popleft()
@@ -219,7 +219,7 @@ class Questions:
 
     def restart(self) -> None:
         """Another trainer's versions are served from here on: whoever wants to know asks again."""
-        self.new, self._asked = {}, {}
+        self.unsent, self._sent = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}
@@ -263,7 +263,7 @@ class Verification:
         for worker, pages in list(self.waiting.items())[:AT_ONCE]:
             peer = self._membership.find(worker)
             if peer is None or peer.lost:
-                self._answered(worker, f"it is lost: {peer.lost}" if peer is not None else "it is not connected")
+                self._set_problem(worker, f"it is lost: {peer.lost}" if peer is not None else "it is not connected")
                 continue
             if pages is None or pages.nonce != peer.nonce:
                 pages = self.waiting[worker] = _Pages(peer.nonce)
@@ -281,14 +281,14 @@ class Verification:
         pages.found += page.digests
         pages.due = now
         if page.problem:
-            self._answered(page.worker, page.problem)
+            self._set_problem(page.worker, page.problem)
         elif len(pages.found) >= page.count * DIGEST_BYTES:
             digests = [bytes(pages.found[i : i + DIGEST_BYTES]) for i in range(0, len(pages.found), DIGEST_BYTES)]
             self.found[page.worker] = Verified(page.version, tuple(digests))
             del self.waiting[page.worker]
         elif not page.digests:
-            self._answered(page.worker, "it has answered with an empty page")
+            self._set_problem(page.worker, "it has answered with an empty page")
 
-    def _answered(self, worker: int, problem: str) -> None:
+    def _set_problem(self, worker: int, problem: str) -> None:
         self.problems[worker] = problem
         del self.waiting[worker]

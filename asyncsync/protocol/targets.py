@@ -2,7 +2,7 @@
 
 Targets are (version, slab) per model. Most publications are for everybody; ``worker_ids`` and per-worker weights make
 targets differ. A publication whose layout some targeted worker has not accepted yet is *pending*: it becomes the target
-when all have accepted (:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker.
+when all have accepted (:meth:`Targets.accept`), or never (:meth:`Targets.reject`), so a mismatch changes no worker.
 Until then the previous target stands, for late joiners too. A newer pending publication replaces an older one of the
 same layouts for the same workers; otherwise both wait, because the newer may be rejected, and the older is then wanted
 whole. A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
@@ -65,7 +65,7 @@ class Peer:
     failed: dict[tuple[str, int], Exception] = field(default_factory=dict)
     accepted: set[tuple[str, bytes]] = field(default_factory=set)
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
-    announced: dict[str, bytes] = field(default_factory=dict)
+    shown_layouts: dict[str, bytes] = field(default_factory=dict)
     welcomes: int = 0
     unanswered_welcomes: int = 0
     shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Peer:
     last_ping: float = 0.0
     bytes_sent: int = 0
     serial: int = 0
-    before: int = 0
+    previous_serial: int = 0
     relay: int | None = None
     codec: str = ""
     is_worker: bool = field(init=False)
@@ -115,18 +115,18 @@ class Peer:
             self.transfer = None
 
     @property
-    def unsettled(self) -> bool:
+    def owes_answer(self) -> bool:
         """True if the worker has not answered the last WELCOME in full."""
         if not self.ready:
             return True
-        if not self.is_worker and not self.hello.have.keys() >= self.announced.keys():
+        if not self.is_worker and not self.hello.have.keys() >= self.shown_layouts.keys():
             return True  # it takes every model
-        for layout in self.announced.items():
+        for layout in self.shown_layouts.items():
             if layout not in self.accepted and layout[1] and layout not in self.refused:
                 return True
         return False
 
-    def answered(self, model_id: str, digest: bytes) -> bool:
+    def has_answered(self, model_id: str, digest: bytes) -> bool:
         return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
 
     def agrees(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
@@ -136,7 +136,7 @@ class Peer:
             if model_id in self.hello.have and (
                 layout not in self.accepted
                 or layout in self.refused
-                or self.announced.get(model_id) != digest
+                or self.shown_layouts.get(model_id) != digest
                 or not self.ready
             ):
                 return False
@@ -157,7 +157,7 @@ class Peer:
             del self.shown[next(iter(self.shown))]
         return self.welcomes
 
-    def show_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
+    def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
         """Have those of a publication's layouts shown once more that it has refused, or was shown before without having
         accepted them; a refusal that is on its way no longer counts. The WELCOMEs of layouts in ``waiting``, those of
         other publications, stand. True if there are any, and a WELCOME may be sent now: a worker that does not answer,
@@ -182,7 +182,7 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            self._outgrow(model_id, version)
+            self._forget_ready_up_to(model_id, version)
         if self.failed:
             self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
         if self.transfer is None:
@@ -195,27 +195,27 @@ class Peer:
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
         """These versions could not be applied, or not be got ready for their commit."""
         for model_id, version in versions.items():
-            self._outgrow(model_id, version)
+            self._forget_ready_up_to(model_id, version)
             if version > self.applied.get(model_id, 0):
                 # Of each model, no more than the target and what is staged can matter.
                 for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
                     del self.failed[model_id, older]
                 self.failed[model_id, version] = error
 
-    def _outgrow(self, model_id: str, version: int) -> None:
+    def _forget_ready_up_to(self, model_id: str, version: int) -> None:
         """No version up to this one is ready any more."""
         for ready in (self.staged, self.held, self.taken):
             if ready.get(model_id, 0) <= version:
                 ready.pop(model_id, None)
 
-    def has(self, version: int, models: Iterable[str]) -> bool:
+    def has_applied(self, version: int, models: Iterable[str]) -> bool:
         applied = self.applied
         for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
             if applied.get(model_id, 0) < version:
                 return False
         return True
 
-    def ahead(self, model_id: str) -> int:
+    def applied_or_staged(self, model_id: str) -> int:
         applied = self.applied.get(model_id, 0)
         return max(applied, self.staged[model_id]) if model_id in self.staged else applied
 
@@ -224,8 +224,8 @@ class Peer:
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
     in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``stages``:
-    it becomes the target when it is committed, not when it is accepted. ``first``: the oldest version that it has
-    replaced before that was accepted. ``then``: called when it becomes the target. ``targets``: what it brings to each
+    it becomes the target when it is committed, not when it is accepted. ``first_version``: the oldest version that it has
+    replaced before that was accepted. ``on_target``: called when it becomes the target. ``targets``: what it brings to each
     model, without what something newer has replaced; empty from when it is the target."""
 
     version: int
@@ -236,8 +236,8 @@ class Publication:
     metadata: bytes = b""
     stages: bool = False
     awaiting: set[int] = field(default_factory=set)
-    first: int = 0
-    then: Callable[[], object] | None = None
+    first_version: int = 0
+    on_target: Callable[[], object] | None = None
     targets: dict[str, ByWorker] = field(default_factory=dict)
 
 
@@ -268,7 +268,7 @@ class Model:
 class Targets:
     """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
     ``published`` the newest one that has become a target: a pending one may still be refused, and never was.
-    ``staged`` is the publication that waits for :meth:`apply_staged`, of which there is one at most; ``dropped`` has
+    ``staged`` is the publication that waits for :meth:`commit_staged`, of which there is one at most; ``dropped`` has
     the last ones that were dropped instead. With
     ``keeps_bases``, what is for everybody keeps what was so before it, as the base of what is sent of it."""
 
@@ -278,7 +278,7 @@ class Targets:
         self.pending: dict[int, Publication] = {}
         self.staged: Publication | None = None
         self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
-        self.version = self.published = self._carried = 0
+        self.version = self.published = self._carried_on_from = 0
         self._rejections: list[tuple[Publication, int, SchemaMismatch]] = []
 
     @property
@@ -288,7 +288,7 @@ class Targets:
         return next((t.publication.metadata for t in current if t.version == self.published), b"")
 
     def carry_on(self, version: int) -> None:
-        self.version = self.published = self._carried = version
+        self.version = self.published = self._carried_on_from = version
 
     def publish(
         self,
@@ -313,13 +313,15 @@ class Targets:
             else:
                 entries += [(model_id, worker, slabs) for worker in ([None] if whom is None else whom)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
-        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, first=version)
+        publication = Publication(
+            version, frozenset(parts), layouts, whom, deadline, metadata, stages, first_version=version
+        )
         self._withdraw(version)  # of which a relay may have got another model before
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
                 # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
-                publication.first = min(publication.first, older.first)
+                publication.first_version = min(publication.first_version, older.first_version)
                 self._withdraw(older.version)
         for model_id, worker, slab in entries:
             self.models.setdefault(model_id, Model())
@@ -329,7 +331,7 @@ class Targets:
             self.staged = publication
         return publication
 
-    def commit(self, publication: Publication) -> None:
+    def accept(self, publication: Publication) -> None:
         """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""
         self.pending.pop(publication.version, None)
         if publication.stages:
@@ -343,22 +345,22 @@ class Targets:
             if self.keeps_bases and before is not None and common is not None:
                 before.slab.stand_alone()  # it keeps nothing that is older
                 common.slab.follow(before.version, before.slab)
-            self._drop([model_id], range(publication.version), targets)
+            self._release_targets([model_id], range(publication.version), targets)
             model.current |= targets
         publication.targets = {}
-        if publication.then is not None:
-            publication.then()
+        if publication.on_target is not None:
+            publication.on_target()
 
     def is_staged(self, version: int) -> bool:
         return self.staged is not None and self.staged.version == version
 
-    def apply_staged(self) -> None:
+    def commit_staged(self) -> None:
         """What is staged becomes the target, or does so when it is accepted."""
         publication, self.staged = self.staged, None
         assert publication is not None
         publication.stages = False
         if publication.version not in self.pending:
-            self.commit(publication)
+            self.accept(publication)
 
     def drop_staged(self) -> int:
         """What is staged goes to nobody; returns its version, 0: nothing was."""
@@ -369,11 +371,11 @@ class Targets:
         self._withdraw(version)
         return version
 
-    def when_agreed(self, version: int, then: Callable[[], object]) -> None:
+    def when_target(self, version: int, then: Callable[[], object]) -> None:
         """Call this when a published or staged version becomes the target: at once, if it has been; never, if not."""
         if (publication := self.pending.get(version, self.staged if self.is_staged(version) else None)) is not None:
-            publication.then = then
-        elif not self.rejected(version):
+            publication.on_target = then
+        elif not self.rejected_models(version):
             then()
 
     def reject(self, publication: Publication, worker: int, reason: SchemaMismatch) -> None:
@@ -383,13 +385,13 @@ class Targets:
         self._withdraw(publication.version)
 
     def _withdraw(self, version: int) -> None:
-        self._drop(self.models, range(version, version + 1))
+        self._release_targets(self.models, range(version, version + 1))
         self.pending.pop(version, None)
         if self.is_staged(version):
             self.staged = None
 
-    def keep(self, models: Iterable[str]) -> Replaced:
-        """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
+    def retain_current(self, models: Iterable[str]) -> Replaced:
+        """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`release_retained`."""
         replaced: Replaced = []
         for model_id in models:
             if (model := self.models.get(model_id)) is not None:
@@ -398,7 +400,7 @@ class Targets:
                     replaced.append((model_id, worker, target))
         return replaced
 
-    def forget(self, replaced: Replaced) -> None:
+    def release_retained(self, replaced: Replaced) -> None:
         """What was kept is not needed any more."""
         for _, _, target in replaced:
             target.slab.release()
@@ -414,14 +416,14 @@ class Targets:
             else:
                 current[worker] = target
         versions = [target.version for model in self.models.values() for target in model.current.values()]
-        self.published = max(self._carried, *versions, 0)
+        self.published = max(self._carried_on_from, *versions, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
         model = self.models.get(model_id)
         # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
         return None if model is None else model.current.get(worker) or model.current.get(None)
 
-    def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
+    def are_common(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
         for model_id in models:
             model = self.models.get(model_id)
@@ -432,11 +434,11 @@ class Targets:
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What may follow, oldest first: the pending ones, and what is staged."""
         now = self.target(worker, model_id)
-        coming = (publication.targets.get(model_id, {}) for publication in self._not_current_yet())
+        coming = (publication.targets.get(model_id, {}) for publication in self._upcoming_publications())
         found = (targets.get(worker) or targets.get(None) for targets in coming)
         return [t for t in found if t is not None and (now is None or t.version > now.version)]
 
-    def _not_current_yet(self) -> list[Publication]:
+    def _upcoming_publications(self) -> list[Publication]:
         """What is pending or staged, oldest first."""
         staged = {} if self.staged is None else {self.staged.version: self.staged}
         return [publication for _, publication in sorted((self.pending | staged).items())]
@@ -447,7 +449,7 @@ class Targets:
             return None
         return next((t for t in self.upcoming(worker, model_id) if t.publication is self.staged), None)
 
-    def concerning(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
+    def relevant(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
         """Of these versions, those that this worker should have, or should stage: not one that was dropped."""
         staged = 0 if self.staged is None else self.staged.version
         newest = {m: t.version for m in versions if (t := self.newest(worker, m)) is not None}
@@ -462,7 +464,7 @@ class Targets:
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
-    def all_of(self, worker: int, model_id: str) -> list[Target]:
+    def current_and_upcoming(self, worker: int, model_id: str) -> list[Target]:
         """What a worker should have now, and what may follow, oldest first."""
         now = self.target(worker, model_id)
         return [*([] if now is None else [now]), *self.upcoming(worker, model_id)]
@@ -496,7 +498,7 @@ class Targets:
         fresh: set[int] = set()
         for model_id in peer.hello.have:
             target = self.target(peer.worker, model_id)
-            if target is None or target.version <= peer.ahead(model_id):
+            if target is None or target.version <= peer.applied_or_staged(model_id):
                 continue
             if (model_id, target.slab.layout.digest) not in peer.accepted:
                 blocked.add(target.version)
@@ -512,7 +514,7 @@ class Targets:
             newer := {
                 behind[m].version  # it has replaced a part of this one, which the worker has never had
                 for m in publications[version].models & behind.keys()
-                if behind[m].version > version > peer.ahead(m)
+                if behind[m].version > version > peer.applied_or_staged(m)
             }
             & fresh
         ):
@@ -537,7 +539,7 @@ class Targets:
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this version of these models, or what has replaced it, will not come to this worker."""
         for publication, refuser, reason in reversed(self._rejections):
-            if not publication.first <= version <= publication.version or publication.models.isdisjoint(models):
+            if not publication.first_version <= version <= publication.version or publication.models.isdisjoint(models):
                 continue
             if publication.workers is None or worker in publication.workers:
                 if worker == refuser:
@@ -546,43 +548,45 @@ class Targets:
                 return SchemaMismatch(text)
         return None
 
-    def rejected(self, version: int) -> frozenset[str]:
+    def rejected_models(self, version: int) -> frozenset[str]:
         return next((p.models for p, *_ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
         """Another trainer's versions follow, which is to publish everything anew."""
         self.close()
         self.models = {}
-        self.version = self.published = self._carried = 0
+        self.version = self.published = self._carried_on_from = 0
         self.staged = None
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:
-        for targets in self._all_of(self.models):
+        for targets in self._target_maps(self.models):
             if (target := targets.pop(worker, None)) is not None:
                 target.slab.release()
 
     def slabs(self) -> list[Slab]:
         """Of all targets, present and coming, and the bases that they keep."""
-        slabs = [target.slab for targets in self._all_of(self.models) for target in targets.values()]
+        slabs = [target.slab for targets in self._target_maps(self.models) for target in targets.values()]
         return slabs + [slab.base[1] for slab in slabs if slab.base is not None]
 
-    def _all_of(self, models: Collection[str]) -> Iterator[ByWorker]:
+    def _target_maps(self, models: Collection[str]) -> Iterator[ByWorker]:
         """The present and the coming targets of these models."""
         for model_id in models:
             yield self.models[model_id].current
-            yield from (p.targets[model_id] for p in self._not_current_yet() if model_id in p.targets)
+            yield from (p.targets[model_id] for p in self._upcoming_publications() if model_id in p.targets)
 
-    def _drop(self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)) -> None:
+    def _release_targets(
+        self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)
+    ) -> None:
         """Drop the targets of these versions, those of these workers; with None among the workers, those of all."""
-        for targets in self._all_of(models):
+        for targets in self._target_maps(models):
             for worker in [
                 w for w, t in targets.items() if t.version in versions and (None in workers or w in workers)
             ]:
                 targets.pop(worker).slab.release()
 
     def close(self) -> None:
-        self._drop(self.models, range(self.version + 1))
+        self._release_targets(self.models, range(self.version + 1))
         self.pending.clear()
 
 
@@ -620,7 +624,7 @@ class Leases:
                     slab.retain()
                 leases.slabs[key] = (serial, slab)
 
-    def of_takers(self) -> set[Slab]:
+    def held_by_takers(self) -> set[Slab]:
         """What those may be reading who keep it as long as they like: it counts against nobody's slots."""
         return {slab for leases in self.of.values() if leases.takes for _, slab in leases.slabs.values()}
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import FanOut, Membership, Progress
-from asyncsync.protocol.relays import Behind, Questions, Verification
+from asyncsync.protocol.relays import RelayedWorkers, TargetRequests, Verification
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Leases, Model, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
@@ -29,16 +29,16 @@ from asyncsync.wire import messages
 from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
 
 # What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
-GAP = 1 << 16
+SERIAL_GAP = 1 << 16
 # A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
-LARGEST_LEAP = 1 << 32
-LAST_LEAP = 1 << 63
+LARGEST_SERIAL_LEAP = 1 << 32
+LAST_SERIAL_LEAP = 1 << 63
 KEPT_ANSWERS = 1024  # of a relay, until it can pass them on; the root requests again what is lost
 
 
 class Trainer:
-    """The trainer's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:
-    pieces that are to be encoded, in any thread, before :meth:`packed` sends them.
+    """The trainer's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``to_encode``:
+    pieces that are to be encoded, in any thread, before :meth:`stream` sends them.
 
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
     ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
@@ -57,14 +57,14 @@ class Trainer:
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome
         )
-        self.questions = Questions(membership, self.targets)
+        self.requests = TargetRequests(membership, self.targets)
         self.progress = Progress(membership, self.targets)
         self.fanout = FanOut(membership)
-        self.behind = Behind(membership, self.targets)
+        self.relayed = RelayedWorkers(membership, self.targets)
         self.peers, self.outbox = membership.peers, membership.outbox
         self.announcement: Announcement | None = None
         self.serial = 0
-        self.wanted: deque[tuple[Encoding, int]] = deque()
+        self.to_encode: deque[tuple[Encoding, int]] = deque()
         self.sources: tuple[str, ...] = ()
         self.verification: Verification | None = None
         self.answers: deque[messages.Digests] = deque(maxlen=KEPT_ANSWERS)
@@ -108,7 +108,7 @@ class Trainer:
     ) -> int:
         """Make these slabs the targets, as soon as those who have to have accepted their layouts; returns the version,
         a new one unless it was given elsewhere. The caller keeps its own references. A large slab may still be being
-        packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as :meth:`check_open`.
+        packed: then :meth:`stream` follows, or :meth:`abandon`. Raises Fenced or ClosedError as :meth:`check_open`.
 
         ``stages``: the workers keep the version, and the targets stay as they are, until :meth:`commit`. There is one
         staged version at most: what was staged before is dropped.
@@ -119,13 +119,13 @@ class Trainer:
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
-        if not self._is_agreed(publication):
+        if not self._is_accepted_already(publication):
             # Whoever has refused these layouts is shown them again: its model may fit now.
-            again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
-            publication.awaiting = self._unanswered(publication)
+            again = [peer for peer in self.peers.values() if peer.ask_again(publication.layouts, waiting)]
+            publication.awaiting = self._workers_to_await(publication)
             for peer in self.peers.values():
                 self._show_layouts(peer, again=peer in again)
-        self._commit_if_agreed(publication)
+        self._accept_if_agreed(publication)
         return publication.version
 
     def commit(self, version: int) -> None:
@@ -133,13 +133,13 @@ class Trainer:
         ValueError: it is not staged (any more)."""
         self.check_open()
         self.check_staged(version)
-        for peer in (*self.peers.values(), *self.behind.workers.values()):
+        for peer in (*self.peers.values(), *self.relayed.workers.values()):
             # Who could not get it ready may apply it all the same.
             peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
-        self.targets.apply_staged()
-        self._pump()
+        self.targets.commit_staged()
+        self._send_due()
 
-    def _instead(self, version: int) -> str:
+    def _why_not_staged(self, version: int) -> str:
         """What has become of a version that is not staged."""
         if self.targets.staged is not None:
             return f"version {self.targets.staged.version} is"
@@ -149,28 +149,28 @@ class Trainer:
 
     def check_staged(self, version: int) -> None:
         if not self.targets.is_staged(version):
-            raise ValueError(f"version {version} is not staged: {self._instead(version)}")
+            raise ValueError(f"version {version} is not staged: {self._why_not_staged(version)}")
 
-    def check_issued(self, version: int) -> None:
+    def check_not_dropped(self, version: int) -> None:
         """Raise ValueError if this version goes to nobody: it was dropped, or replaced before it was committed."""
         if version in self.targets.dropped:
-            raise ValueError(f"version {version} was dropped: {self._instead(version)}")
+            raise ValueError(f"version {version} was dropped: {self._why_not_staged(version)}")
 
     def drop(self) -> None:
         """The staged version, if there is one, goes to nobody."""
         if version := self.targets.drop_staged():
             self._end_transfers(version)
             for peer in self.peers.values():
-                self._drop_at(peer, version)
+                self._send_drop(peer, version)
 
-    def _drop_at(self, peer: Peer, version: int) -> None:
+    def _send_drop(self, peer: Peer, version: int) -> None:
         """Tell a worker that may have staged this version; PONG shows whether it has heard of it."""
         peer.held = {m: v for m, v in peer.held.items() if v != version}
         if not peer.lost:
             self.membership.send(peer.route, messages.Drop(self.epoch, version))
 
-    def packed(self) -> None:
-        """More of a slab that was published while it is being packed is there, or of what was :attr:`wanted`."""
+    def stream(self) -> None:
+        """More of a slab that was published while it is being packed is there, or of what was :attr:`to_encode`."""
         for peer in self.peers.values():
             if peer.transfer is not None:
                 self._stream(peer, peer.transfer)
@@ -178,11 +178,11 @@ class Trainer:
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
-        ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
+        ``replaced``, which :meth:`Targets.retain_current` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
         if version is not None:
             self._end_transfers(version)
-        self._pump()
+        self._send_due()
 
     def _end_transfers(self, version: int) -> None:
         """Send nothing more of this version."""
@@ -191,7 +191,7 @@ class Trainer:
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
 
-    def assemble(self, model_id: str) -> None:
+    def mark_assembled(self, model_id: str) -> None:
         """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
         self.targets.models[model_id].assembled = True
 
@@ -204,7 +204,7 @@ class Trainer:
         self.fanout.end()
         self.targets.close()
         self.leases.close()
-        self.wanted.clear()
+        self.to_encode.clear()
         self.announcement = None  # it may have views of a slab
 
     def check_open(self) -> None:
@@ -229,12 +229,15 @@ class Trainer:
         newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
-        if getattr(instruction, "epoch", None) != self.epoch and not self._leaves(peer, instruction):
+        if getattr(instruction, "epoch", None) != self.epoch and not self._is_leaving(peer, instruction):
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
         if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
             self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
-        if newcomer is not None and (entered := self.membership.prove(newcomer, instruction, now)) is not None:
+        if (
+            newcomer is not None
+            and (entered := self.membership.receive_from_newcomer(newcomer, instruction, now)) is not None
+        ):
             assert isinstance(instruction, messages.Ready)
             self._on_ready(entered, instruction)
         if peer is None:
@@ -247,13 +250,13 @@ class Trainer:
                 self.membership.check_versions(peer, versions)
                 peer.note_applied(versions)
                 if len(self.targets.models) > 1 or self.targets.version not in versions.values():
-                    self._pump(peer)  # something else may be due
+                    self._send_due(peer)  # something else may be due
             case messages.Staged():
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     ready = peer.held if peer.transfer.phase == STAGE else peer.staged
                     ready.update(peer.transfer.versions)
                     peer.end_transfer()
-                    self._pump(peer)
+                    self._send_due(peer)
             case messages.Fetch():
                 self._on_fetch(peer, instruction)
             case messages.Pong():
@@ -264,16 +267,16 @@ class Trainer:
                 self._on_refused(peer, instruction)
             case messages.Failed():
                 self.membership.check_versions(peer, instruction.versions)
-                failed = self.targets.concerning(peer.worker, instruction.versions)
+                failed = self.targets.relevant(peer.worker, instruction.versions)
                 peer.note_failed(failed, instruction.error(peer.worker))
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     peer.end_transfer()
-                self._pump(peer)
+                self._send_due(peer)
             case messages.Ping():
-                self.questions.put(peer, instruction)
+                self.requests.receive(peer, instruction)
             case messages.Relayed():
-                self.behind.report(peer, instruction, now)
-                self._take_in_reported()
+                self.relayed.report(peer, instruction, now)
+                self._process_relayed_changes()
             case messages.Digests():
                 self._on_digests(peer, instruction, now)
             case messages.Bye():
@@ -293,7 +296,7 @@ class Trainer:
         peer.slow = False
         peer.unreachable_since = None
 
-    def _leaves(self, peer: Peer | None, instruction: Instruction) -> bool:
+    def _is_leaving(self, peer: Peer | None, instruction: Instruction) -> bool:
         """Whether a worker leaves with this. It does so for good, also if it has not heard of this epoch yet."""
         if isinstance(instruction, messages.Bye):
             return peer is not None and instruction.nonce == peer.nonce
@@ -311,23 +314,25 @@ class Trainer:
                     peer.end_transfer()
                 self.fanout.end()
                 return
-            self.membership.outrun(hello)
-        self.membership.hello(route, hello, now)
+            self.membership.raise_epoch_above(hello)
+        self.membership.receive_hello(route, hello, now)
         self.touched.add(hello.worker)
 
     def _on_ready(self, peer: Peer, ready: messages.Ready) -> None:
         peer.ready, peer.opens = True, ready.opens
         # Of what it has accepted before, only layouts of targets can matter again.
         peer.accepted &= {
-            (m, t.slab.layout.digest) for m in peer.hello.have for t in self.targets.all_of(peer.worker, m)
+            (m, t.slab.layout.digest)
+            for m in peer.hello.have
+            for t in self.targets.current_and_upcoming(peer.worker, m)
         }
         for layout in ready.digests.items():
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)
         peer.unanswered_welcomes = max(0, peer.unanswered_welcomes - 1)
         self._show_layouts(peer, again=peer.lacks_welcome)
-        self._recheck([peer.worker])
-        self._pump(peer)
+        self._recheck_pending([peer.worker])
+        self._send_due(peer)
 
     def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
         if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
@@ -341,8 +346,8 @@ class Trainer:
                 self.targets.reject(publication, peer.worker, reason)
         for other in self.peers.values():
             self._show_layouts(other)
-        self._recheck([peer.worker])
-        self._pump(peer)
+        self._recheck_pending([peer.worker])
+        self._send_due(peer)
         self.touched.update(self.peers)
 
     def _on_fetch(self, peer: Peer, fetch: messages.Fetch) -> None:
@@ -352,9 +357,9 @@ class Trainer:
         if len(fetch.bases) not in (0, len(transfer.parts)):
             raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
         encodes = self.settings.delta or self.settings.compress
-        if (transfer.rewound(fetch) or not transfer.granted) and encodes:
+        if (transfer.rewind(fetch) or not transfer.granted) and encodes:
             # Now that the worker fetches the bytes, it is known which bases it has.
-            transfer.encode(peer.codec, fetch.bases, self.settings.piece_bytes)
+            transfer.set_encodings(peer.codec, fetch.bases, self.settings.piece_bytes)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         self._stream(peer, transfer)
@@ -365,13 +370,13 @@ class Trainer:
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
-        self._pass_by(peer, pong.last)
+        self._skip_serials_up_to(peer, pong.last)
         if pong.seq > peer.welcome_after_ping:
             peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
-        self.membership.answered(peer, pong.seq)
+        self.membership.note_answer(peer, pong.seq)
         peer.note_applied(pong.versions)
         peer.taken = {m: version for m, version in pong.taken.items() if version > peer.applied.get(m, 0)}
-        self.behind.check(peer, pong.reports)
+        self.relayed.request_missing(peer, pong.reports)
         transfer = peer.transfer
         if transfer is None:
             # What was staged once may have been dropped since: an update that failed, and whose report was lost.
@@ -388,9 +393,9 @@ class Trainer:
             peer.end_transfer()
         if transfer is None or transfer.after_ping < pong.seq:
             self._check_held(peer, pong.held)
-        if peer.welcome_after_ping < pong.seq and peer.unsettled:
+        if peer.welcome_after_ping < pong.seq and peer.owes_answer:
             self._welcome(peer)
-        self._pump(peer)
+        self._send_due(peer)
 
     def _check_held(self, peer: Peer, held: Mapping[str, int]) -> None:
         """A worker holds these versions until COMMIT: those that will not come are dropped."""
@@ -399,11 +404,11 @@ class Trainer:
         for version in set(held.values()) - {staged}:
             targets = (self.targets.target(peer.worker, m) for m, v in held.items() if v == version)
             if not any(target is not None and target.version == version for target in targets):
-                self._drop_at(peer, version)
+                self._send_drop(peer, version)
 
     # -- liveness ------------------------------------------------------------------------------------------------------
 
-    def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
+    def process_ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
         """The process of a worker incarnation has ended, and all its leases with it."""
         self.leases.release(nonce)
         self.lost(worker, nonce, reason, now)
@@ -414,28 +419,28 @@ class Trainer:
         if peer is None or peer.nonce != nonce or peer.lost:
             return
         newcomer = self.membership.lose(peer, reason, now)
-        self._recheck([worker])
+        self._recheck_pending([worker])
         self.touched.add(worker)
-        self.behind.lose(peer, now)
-        self._take_in_reported()
+        self.relayed.lose(peer, now)
+        self._process_relayed_changes()
         if newcomer is not None:
-            self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
+            self.membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def expel(self, worker: int, why: str, now: float) -> None:
         """This worker may not take part any more."""
         peer = self.peers.get(worker)
         if peer is not None and not peer.lost:
             self.membership.expel(peer, why)
-            self._give_up(peer, why, now)
+            self._lose(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
         """A send found no connection. It may come back; a remote peer that stays away is lost."""
         if (peer := self.membership.unreachable(route, now)) is not None:
-            self._give_up(peer, "its connection is gone", now)
+            self._lose(peer, "its connection is gone", now)
 
-    def _give_up(self, peer: Peer, why: str, now: float) -> None:
+    def _lose(self, peer: Peer, why: str, now: float) -> None:
         # On another host nothing can be read in place. One that may be here keeps its leases.
-        gone = self.ended if peer.local is False else self.lost
+        gone = self.process_ended if peer.local is False else self.lost
         gone(peer.worker, peer.nonce, why, now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
@@ -445,9 +450,9 @@ class Trainer:
         if any(slab.descriptor == descriptor for _, slab in peer.transfer.parts.values()):
             peer.note_failed(peer.transfer.versions, error)
             peer.end_transfer()
-            self._pump(peer)
+            self._send_due(peer)
 
-    def clogged(self, route: bytes) -> None:
+    def queue_full(self, route: bytes) -> None:
         """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
         if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
@@ -459,12 +464,12 @@ class Trainer:
             self.membership.tick(now)
             self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
             for publication in list(self.targets.pending.values()):
-                if now >= publication.deadline and not self._is_gathering(publication):
+                if now >= publication.deadline and not self._is_assembling(publication):
                     publication.awaiting.clear()
-                    self._commit_if_agreed(publication)
+                    self._accept_if_agreed(publication)
             self.fanout.stream()
-            self.behind.tick(now)
-            self._take_in_reported()
+            self.relayed.tick(now)
+            self._process_relayed_changes()
             self._request_digests(now)
 
     # -- verifying: what the workers' models hold ----------------------------------------------------------------------
@@ -476,7 +481,7 @@ class Trainer:
         self._request_digests(now)
         return self.verification
 
-    def pass_on(self, question: messages.Verify) -> None:
+    def send_question(self, question: messages.Verify) -> None:
         peer = self.membership.find(question.worker)
         if peer is not None and peer.nonce == question.nonce and not peer.lost:
             relay = peer if peer.relay is None else self.peers.get(peer.relay)
@@ -486,7 +491,7 @@ class Trainer:
     def _request_digests(self, now: float) -> None:
         if self.verification is not None:
             for question in self.verification.due(now):
-                self.pass_on(question)
+                self.send_question(question)
 
     def _on_digests(self, peer: Peer, page: messages.Digests, now: float) -> None:
         asked = self.membership.find(page.worker)
@@ -501,7 +506,7 @@ class Trainer:
     # -- agreement: who has to accept the layouts of a publication -----------------------------------------------------
 
     def _welcome(self, peer: Peer) -> None:
-        self._pass_by(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
+        self._skip_serials_up_to(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
         self._show_layouts(peer, again=True)
 
     def welcome_all(self) -> None:
@@ -509,11 +514,11 @@ class Trainer:
         for peer in self.membership.welcomed:
             self._welcome(peer)
 
-    def _take_in_reported(self) -> None:
+    def _process_relayed_changes(self) -> None:
         """Some workers behind relays have come, have changed, or are lost."""
-        changed, self.behind.changed = self.behind.changed, set()
+        changed, self.relayed.changed = self.relayed.changed, set()
         self.touched |= changed
-        self._recheck(changed)
+        self._recheck_pending(changed)
 
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
         """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
@@ -522,14 +527,14 @@ class Trainer:
             return  # who is not welcome goes on to the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
-            targets = self.targets.all_of(peer.worker, model_id) if model_id in peer.hello.have else []
-            open_ones = (t.slab.layout for t in targets if not peer.answered(model_id, t.slab.layout.digest))
+            targets = self.targets.current_and_upcoming(peer.worker, model_id) if model_id in peer.hello.have else []
+            open_ones = (t.slab.layout for t in targets if not peer.has_answered(model_id, t.slab.layout.digest))
             layout = next(open_ones, targets[-1].slab.layout if targets else None)
             models[model_id] = b"" if layout is None else layout.digest
             if layout is not None:
                 layouts.append(layout.encoded)
-        if again or models != peer.announced:
-            peer.announced = models
+        if again or models != peer.shown_layouts:
+            peer.shown_layouts = models
             peer.welcome_after_ping = peer.ping_seq
             members, me = self.membership, self.membership.identity
             number = peer.count_welcome(models.items())
@@ -540,60 +545,60 @@ class Trainer:
             )  # fmt: skip
             members.send(peer.route, welcome, layouts)
 
-    def _recheck(self, workers: Collection[int]) -> None:
+    def _recheck_pending(self, workers: Collection[int]) -> None:
         pending: dict[int, Publication] = {}
         while pending.keys() != self.targets.pending.keys():  # one that becomes the target may let others follow
             pending = dict(self.targets.pending)
             for publication in pending.values():
                 asked = publication.awaiting.intersection(workers)
                 publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
-                self._commit_if_agreed(publication)
+                self._accept_if_agreed(publication)
 
-    def _commit_if_agreed(self, publication: Publication) -> None:
+    def _accept_if_agreed(self, publication: Publication) -> None:
         if not publication.awaiting and publication.version in self.targets.pending:
-            self.targets.commit(publication)
-            self._pump()
+            self.targets.accept(publication)
+            self._send_due()
 
-    def _is_gathering(self, publication: Publication) -> bool:
+    def _is_assembling(self, publication: Publication) -> bool:
         """True before everybody has been there once: then even workers that are not connected yet are waited for."""
         models = self.targets.models
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
-    def _is_agreed(self, publication: Publication) -> bool:
+    def _is_accepted_already(self, publication: Publication) -> bool:
         """True if nothing else is pending, and nobody need be sent a WELCOME. The rule in a training loop."""
-        if len(self.targets.pending) != 1 or self._is_gathering(publication):
+        if len(self.targets.pending) != 1 or self._is_assembling(publication):
             return False
         return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
 
-    def _unanswered(self, publication: Publication) -> set[int]:
-        gathering = self._is_gathering(publication)
+    def _workers_to_await(self, publication: Publication) -> set[int]:
+        assembling = self._is_assembling(publication)
         there = (worker for worker, peer in self.peers.items() if peer.is_worker)
-        candidates = set(self.membership.expected() if gathering else there)
+        candidates = set(self.membership.expected() if assembling else there)
         if publication.workers is not None:
             candidates &= publication.workers
         return {worker for worker in candidates if self._is_awaited(worker, publication)}
 
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
-        gathering = self._is_gathering(publication)
+        assembling = self._is_assembling(publication)
         peer = self.peers.get(worker)
         if peer is None:
             # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
-            behind = self.membership.behind.get(worker)
+            behind = self.membership.relayed_workers.get(worker)
             has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
-            return gathering and not has_answered
-        if not gathering and (peer.lost or peer.slow):
+            return assembling and not has_answered
+        if not assembling and (peer.lost or peer.slow):
             return False
         for model_id, digest, in_use in self.targets.layouts_of(worker, publication):
             if model_id not in peer.hello.have:
-                if gathering:
+                if assembling:
                     return True
-            elif not peer.answered(model_id, digest) and (gathering or not in_use):
+            elif not peer.has_answered(model_id, digest) and (assembling or not in_use):
                 return True
         return False
 
     # -- the next update of each worker --------------------------------------------------------------------------------
 
-    def _pump(self, *peers: Peer) -> None:
+    def _send_due(self, *peers: Peer) -> None:
         """Start the next UPDATE for each of these workers, or all, that has none outstanding and lacks something."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
@@ -621,20 +626,20 @@ class Trainer:
             last = self.announcement = Announcement(
                 self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
             )
-        self._start(peer, last, parts)
+        self._start_transfer(peer, last, parts)
 
-    def _pass_by(self, peer: Peer, serial: int) -> None:
+    def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
         """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
         that, it comes from another one, which counts by itself: a relay that was killed, or whose workers have moved
         here."""
         if serial <= peer.serial or not (self.serial or self.membership.follows):
             return
         peer.serial, self.announcement = 0, None
-        if self.serial < serial and self.serial < LAST_LEAP:
-            self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
+        if self.serial < serial and self.serial < LAST_SERIAL_LEAP:
+            self.serial = min(serial + SERIAL_GAP, self.serial + LARGEST_SERIAL_LEAP)
 
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.wanted):
+        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.to_encode):
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
 
@@ -651,7 +656,7 @@ class Trainer:
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or not self.settings.fast:
             return None
-        if last.apart:
+        if last.streamed_models:
             return None  # some cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.common
@@ -696,15 +701,15 @@ class Trainer:
             peer.applied[model_id] = version - 1 if peer in waiting else version
             peer.serial = serial
             if peer in waiting:
-                self._start(peer, last, parts, send=peer in unsent)
+                self._start_transfer(peer, last, parts, send=peer in unsent)
 
-    def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
+    def _start_transfer(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
         """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leased:
             self.leases.lease(peer, last.serial, {model_id: parts[model_id] for model_id in last.leased})
         if self.membership.fanout_port:
-            self.fanout.started(peer, last.serial)
+            self.fanout.note_announced(peer, last.serial)
         peer.serial = last.serial
         if send:
             peer.bytes_sent += last.nbytes

@@ -47,7 +47,7 @@ class Announcement:
     Attributes:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
         repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
-        apart: the models whose bytes travel as chunks, although workers of this host would open them.
+        streamed_models: the models whose bytes travel as chunks, although workers of this host would open them.
         leased: the models whose bytes are leased to each worker that is sent it.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
@@ -68,13 +68,13 @@ class Announcement:
         streams, codec, phase = form
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
-        apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
-        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in apart]
-        self.apart = apart
+        streamed_models = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
+        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in streamed_models]
+        self.streamed_models = streamed_models
         if phase == COMMIT:
-            self._commit(epoch, parts)
+            self._prepare_commit(epoch, parts)
             return
-        self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
+        self.sizes = [slab.nbytes if m in streamed_models else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # What is not there yet can only follow as chunks.
         eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
@@ -91,7 +91,7 @@ class Announcement:
             elif size and slab.base is not None:
                 base = slab.base[0]
             digest = slab.layout.digest
-            descriptor = None if model_id in apart else slab.descriptor
+            descriptor = None if model_id in streamed_models else slab.descriptor
             announced.append(
                 Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base, slab.source)
             )
@@ -104,7 +104,7 @@ class Announcement:
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
 
-    def _commit(self, epoch: Epoch, parts: Parts) -> None:
+    def _prepare_commit(self, epoch: Epoch, parts: Parts) -> None:
         """It brings nothing: whoever it is for has staged these parts."""
         self.sizes = self.ends = [0] * len(parts)
         self.eager, self.castable, self.repeatable = True, True, False
@@ -146,7 +146,7 @@ class Transfer:
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
-    def rewound(self, fetch: messages.Fetch | Pull) -> bool:
+    def rewind(self, fetch: messages.Fetch | Pull) -> bool:
         """Whether the worker fetches some of it once more; then it is sent from there again."""
         if fetch.restart <= self.restart:
             return False
@@ -160,7 +160,7 @@ class Transfer:
             slab.release()
         self.parts, self._slabs, self.encodings = {}, [], []
 
-    def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
+    def set_encodings(self, codec: str, bases: Sequence[int], size: int) -> None:
         """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has
         changed since those ``bases`` that are there."""
         found: list[Encoding | None] = []
@@ -176,10 +176,10 @@ class Transfer:
             encoding.leave()
 
     def chunks(
-        self, epoch: Epoch, settings: Settings, wanted: deque[tuple[Encoding, int]] | None = None
+        self, epoch: Epoch, settings: Settings, to_encode: deque[tuple[Encoding, int]] | None = None
     ) -> Iterator[tuple[Chunk, Buffer]]:
         """The next pieces, as far as the worker's credit reaches and the slabs are packed. They end at the first that
-        has still to be encoded; that and the following ones join ``wanted``."""
+        has still to be encoded; that and the following ones join ``to_encode``."""
         if self.sent >= self.granted:
             return
         slabs = [slab for _, slab in self.parts.values()]
@@ -198,9 +198,9 @@ class Transfer:
                     first = start // encoding.size
                     encoded = encoding.pieces.get(first)
                     if encoded is None:
-                        assert wanted is not None
+                        assert to_encode is not None
                         whole = limit // encoding.size if limit < size else -(-size // encoding.size)
-                        wanted.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
+                        to_encode.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:
@@ -234,10 +234,10 @@ class IncomingUpdate:
     trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
     transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
     up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
-    it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
-    ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
+    it is kept, and ``after_gap`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
+    ``restarts`` and ``fruitless_restarts`` count how often the rest was fetched again, in all and since something came.
     ``source``: which of the trainer's processes it comes from. What comes from another one is an update of its own,
-    :meth:`share`, into the same slabs.
+    :meth:`make_share`, into the same slabs.
     """
 
     source = 0
@@ -264,8 +264,8 @@ class IncomingUpdate:
         self.total = self._ends[-1]
         self.received = 0
         self.pushed = False
-        self.beyond: list[tuple[int, int]] = []
-        self.filling = 0  # up to where the gap reaches that was fetched
+        self.after_gap: list[tuple[int, int]] = []
+        self.gap_requested_to = 0  # up to where the gap reaches that was fetched
         self.slabs: list[Slab] = []
         self.bases: list[Slab | None] = []
         self.fetching: set[int] = set()
@@ -289,10 +289,10 @@ class IncomingUpdate:
             raise
         self.granted = 0
         self.restarts = 0
-        self.fruitless = 0
+        self.fruitless_restarts = 0
         self.last_progress = now
 
-    def share(self, source: int, now: float) -> IncomingUpdate:
+    def make_share(self, source: int, now: float) -> IncomingUpdate:
         """What comes from that process: its parts of this version, in the order in which it has them."""
         chosen = [i for i, p in enumerate(self.parts) if p.source == source and p.descriptor is None]
         slabs, layouts = [self.slabs[i] for i in chosen], [self.layouts[i] for i in chosen]
@@ -333,18 +333,18 @@ class IncomingUpdate:
             return False
         # What is pushed and what fills a gap are cut at different places.
         is_beyond = start > self.received
-        if stop <= self.received or (is_beyond and len(self.beyond) >= MAX_GAPS):
+        if stop <= self.received or (is_beyond and len(self.after_gap) >= MAX_GAPS):
             return False
-        if is_beyond and any(begin < stop and start < end for begin, end in self.beyond):
+        if is_beyond and any(begin < stop and start < end for begin, end in self.after_gap):
             return False
         slab = self.slabs[part]
         slab.write(offset, data)
         if is_beyond:
-            self.beyond = sorted([*self.beyond, (start, stop)])
+            self.after_gap = sorted([*self.after_gap, (start, stop)])
             return True
         self.received = stop
-        while self.beyond and self.beyond[0][0] <= self.received:
-            self.received = max(self.received, self.beyond.pop(0)[1])
+        while self.after_gap and self.after_gap[0][0] <= self.received:
+            self.received = max(self.received, self.after_gap.pop(0)[1])
         return True
 
     def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
@@ -449,7 +449,7 @@ class Sharer:
             announcement = Announcement(pull.version, found, self.epoch, streamed, (False, "", APPLY))
             transfer = self.transfers[route] = Transfer(announcement, found, 0)
             transfer.restart = -1  # it begins where the worker is
-        transfer.rewound(pull)
+        transfer.rewind(pull)
         transfer.granted = max(transfer.granted, min(pull.upto, transfer.total))
         chunks = transfer.chunks(self.epoch, self.settings)
         self.outbox.extend((route, chunk, [piece]) for chunk, piece in chunks)

@@ -79,7 +79,7 @@ class Oracle:
     def _check_worker(self, worker: WorkerProcess) -> None:
         machine = worker.machine
         holders: Counter[Slab] = Counter(slab for _, _, slab in machine.holdings.held.values())
-        holders.update(slab for homes in machine.holdings.homes.values() for slab in homes)
+        holders.update(slab for homes in machine.holdings.failed_slabs.values() for slab in homes)
         for staging in machine.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
@@ -217,5 +217,5 @@ def digest_of(number: int) -> bytes:
 
 def targets_of(machine: Trainer) -> Iterator[Target]:
     """Present and coming."""
-    for targets in machine.targets._all_of(machine.targets.models):
+    for targets in machine.targets._target_maps(machine.targets.models):
         yield from targets.values()

@@ -218,7 +218,7 @@ class Tree:
                     self.look(node)
             if node.passing is not None and node.passing.is_report_due(worker):
                 self.turn[node] = None
-            if (question := worker.asked) is not None and MODEL in worker.holdings.held:
+            if (question := worker.open_question) is not None and MODEL in worker.holdings.held:
                 _, version, slab = worker.holdings.held[MODEL]
                 worker.answer(question, version, [b"%016d" % content(slab)] * 2)
             worker.flush()

@@ -216,7 +216,7 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
     """Neither at the beginning, nor where libzmq still reads the slab that is to be written."""
     desk = Desk(1)
     desk.join(0)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     version = desk.publish(1)
     desk.applied(0, policy=version)
     target, peers, left = desk.machine.targets.models["policy"].common.slab, [desk.machine.peers[0]], [1]

@@ -43,12 +43,12 @@ class Packing(Desk):
     def encode(self) -> int:
         """All that is wanted, as a shell does it in its thread; how many pieces."""
         count = 0
-        while self.machine.wanted:
-            encoding, index = self.machine.wanted.popleft()
+        while self.machine.to_encode:
+            encoding, index = self.machine.to_encode.popleft()
             if encoding.users:
                 encoding.encode(index)
                 count += 1
-        self.machine.packed()
+        self.machine.stream()
         return count
 
     def pieces(self, worker: int) -> list[tuple[Any, bytes]]:
@@ -323,7 +323,7 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station.apply()
     assert held.references == 0
     assert begin(station, 3, 3, base=2).bases == (2,)
-    station.machine._drop()
+    station.machine._drop_incoming()
     assert station.machine.holdings.held["policy"][2].references == 1
 
 
@@ -411,8 +411,8 @@ def test_an_update_is_complete_when_all_shares_are_here(sharer: Sharer) -> None:
     parts = tuple([Part(m, 5, digest, NBYTES, source=source) for m, source in (("policy", 1), ("critic", 2))])
     station.receive(messages.Update(EPOCH, 1, True, parts), [b"", b"", b"", b""])
     machine = station.machine
-    assert [(source, asked.names) for source, asked in machine.to_sources] == [(1, ("policy",)), (2, ("critic",))]
-    for source, asked in [*machine.to_sources, *machine.to_sources]:
+    assert [(source, asked.names) for source, asked in machine.pulls] == [(1, ("policy",)), (2, ("critic",))]
+    for source, asked in [*machine.pulls, *machine.pulls]:
         sharer.receive(b"%d" % source, Pull(EPOCH, 5, asked.names, 0, 0, NBYTES))
     for route, chunk, payload in sharer.outbox:
         assert not machine.staged

@@ -92,17 +92,17 @@ def test_ready_names_the_layouts_that_fit_models_which_are_here() -> None:
 
 def test_settled_means_that_there_is_nothing_left_to_apply() -> None:
     station = Station()
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.welcome(models={"other": None})
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.welcome(models={"policy": None})
-    assert station.machine.settled("policy")
+    assert station.machine.is_connected("policy")
     station.welcome()
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.update(1, {"policy": (1, 10)})
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.apply()
-    assert station.machine.settled("policy")
+    assert station.machine.is_connected("policy")
 
 
 def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
@@ -110,7 +110,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.take()
     station.welcome(models={"": layout()})
     assert station.take() == [messages.Ready(EPOCH, {"": layout().digest})]
-    assert station.machine.settled("policy") is False
+    assert station.machine.is_connected("policy") is False
     station.update_now(1, {"": (3, 30)})
     assert station.content() == {30}
     assert station.machine.holdings.version("policy") == 3
@@ -886,13 +886,13 @@ def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: 
 def test_exactly_one_version_is_taken_or_it_is_said_what_there_is_instead(station: Station) -> None:
     station.join()
     assert not station.machine.has("policy", 1)
-    assert station.machine.cannot_take("policy", 1) is None
+    assert station.machine.why_not_taken("policy", 1) is None
     station.update(1, {"policy": (1, 10)})
     assert (station.machine.has("policy", 1), station.machine.has("policy", 2)) == (True, False)
     station.update(2, {"policy": (2, 20)})
-    error = station.machine.cannot_take("policy", 1)
+    error = station.machine.why_not_taken("policy", 1)
     assert isinstance(error, Superseded)
-    assert (error.version, station.machine.cannot_take("policy", 3)) == (2, None)
+    assert (error.version, station.machine.why_not_taken("policy", 3)) == (2, None)
     taken = station.machine.take("policy", 2)
     assert taken.staging.versions == {"policy": 2}
 
