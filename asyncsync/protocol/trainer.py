@@ -1,15 +1,16 @@
-"""The trainer's state machine. Workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
+"""The trainer's state machine: workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
 
 Usage by a shell that owns sockets and time::
 
-    trainer.receive(route, instruction, payload, now)      # something came
-    trainer.publish({model_id: slab}, None, now)           # something is to go
+    trainer.receive(route, instruction, payload, now)      # a message has come
+    trainer.publish({model_id: slab}, None, now)           # there is a new version
     trainer.tick(now)                                      # every quarter of a second or so
     while trainer.outbox: send(*trainer.outbox.popleft())
 
-Delivery is *targets and repair*, not a log: each worker has one target per model; at most one UPDATE is outstanding
-per worker, and whatever gets lost is found by PING and PONG, which carry the worker's state. So every message may be
-dropped, duplicated, delayed or reordered without harm. Bytes go out on the worker's credit only; no queue ever fills.
+Delivery is *targets and repair*, not a log. Each worker has one target per model, and at most one UPDATE outstanding.
+PONG carries the worker's state, which shows the trainer whatever got lost. So every message may be dropped, duplicated,
+delayed or reordered without harm. Bytes that do not fit into an UPDATE are sent on the worker's credit only, so no
+queue ever fills.
 """
 
 from __future__ import annotations
@@ -28,23 +29,28 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
 from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
 
-# What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
+# Announcements of the previous sender may still reach a worker after its report. The gap keeps our serials off theirs.
 SERIAL_GAP = 1 << 16
-# A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
+# One worker's report moves the serials of all workers. These limits keep a worker that lies from using them up.
 LARGEST_SERIAL_LEAP = 1 << 32
 LAST_SERIAL_LEAP = 1 << 63
-KEPT_ANSWERS = 1024  # of a relay, until it can pass them on; the root requests again what is lost
+KEPT_ANSWERS = 1024  # in a relay, until it can pass them on; the root requests lost ones again
 
 
 class Trainer:
-    """The trainer's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``to_encode``:
-    pieces that are to be encoded, in any thread, before :meth:`stream` sends them.
+    """The trainer's half of a bus.
 
-    ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
-    ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
-    last UPDATE or AGAIN. ``touched`` has the workers whose state may have changed; whoever reads it clears it.
-    ``sources`` are the addresses of the other processes that have shares of what is published. ``verification`` is what
-    :meth:`verify` has begun last; ``answers``, in a relay, are for the sender above it.
+    Attributes:
+        epoch: the fencing token: start time in ns, and a random number.
+        num_workers: None: workers may come and go (elastic).
+        announcement: the newest one; None: there is none, or it must not be used any more.
+        serial: of the last UPDATE or AGAIN.
+        to_encode: pieces to encode, in any thread, before :meth:`stream` sends them.
+        touched: the workers whose state may have changed; the reader clears it.
+        sources: the addresses of the other processes that have shares of what is published.
+        verification: the one that :meth:`verify` began last.
+        answers: in a relay, the DIGESTS to pass on to the sender above it.
+        fenced: why this trainer sends nothing any more: it has met a newer one.
     """
 
     def __init__(
@@ -81,16 +87,16 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The last one that :meth:`publish` has returned."""
+        """The newest version that any publication was given."""
         return self.targets.version
 
     @property
     def published(self) -> int:
-        """The newest one that has become a target."""
+        """The newest version that has become a target."""
         return self.targets.published
 
     def serve(self, model_id: str, now: float) -> None:
-        """Announce a model; workers that wait for it can connect, its weights come later."""
+        """Announce a model, so that workers that wait for it can connect. Its weights come later."""
         if model_id not in self.targets.models:
             self.targets.models[model_id] = Model()
             for peer in self.peers.values():
@@ -106,12 +112,13 @@ class Trainer:
         *,
         stages: bool = False,
     ) -> int:
-        """Make these slabs the targets, as soon as those who have to have accepted their layouts; returns the version,
-        a new one unless it was given elsewhere. The caller keeps its own references. A large slab may still be being
-        packed: then :meth:`stream` follows, or :meth:`abandon`. Raises Fenced or ClosedError as :meth:`check_open`.
+        """Make these slabs the targets, as soon as the workers concerned have accepted their layouts. Returns the
+        version: the next one, or ``version``, which another sender has given. The caller keeps its own references. If
+        a slab is still being packed, call :meth:`stream` for each piece of it, or :meth:`abandon`. Raises Fenced or
+        ClosedError like :meth:`check_open`.
 
-        ``stages``: the workers keep the version, and the targets stay as they are, until :meth:`commit`. There is one
-        staged version at most: what was staged before is dropped.
+        With ``stages``, workers hold the version, and the targets stay as they are, until :meth:`commit`. A publication
+        drops the version that was staged before, so there is one at most.
         """
         self.check_open()
         if self.targets.staged is not None:
@@ -120,7 +127,7 @@ class Trainer:
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
         if not self._is_accepted_already(publication):
-            # Whoever has refused these layouts is shown them again: its model may fit now.
+            # Show these layouts again to workers that refused them, because their models may fit by now.
             again = [peer for peer in self.peers.values() if peer.ask_again(publication.layouts, waiting)]
             publication.awaiting = self._workers_to_await(publication)
             for peer in self.peers.values():
@@ -129,18 +136,17 @@ class Trainer:
         return publication.version
 
     def commit(self, version: int) -> None:
-        """The staged version becomes the target, as soon as those who have to have accepted its layouts. Raises
-        ValueError: it is not staged (any more)."""
+        """Make the staged version the target, as soon as the workers concerned have accepted its layouts. Raises
+        ValueError if it is not staged (any more)."""
         self.check_open()
         self.check_staged(version)
         for peer in (*self.peers.values(), *self.relayed.workers.values()):
-            # Who could not get it ready may apply it all the same.
+            # A worker that failed to stage this version may still apply it.
             peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
         self.targets.commit_staged()
         self._send_due()
 
     def _why_not_staged(self, version: int) -> str:
-        """What has become of a version that is not staged."""
         if self.targets.staged is not None:
             return f"version {self.targets.staged.version} is"
         if self.published > version:
@@ -152,33 +158,33 @@ class Trainer:
             raise ValueError(f"version {version} is not staged: {self._why_not_staged(version)}")
 
     def check_not_dropped(self, version: int) -> None:
-        """Raise ValueError if this version goes to nobody: it was dropped, or replaced before it was committed."""
+        """Raise ValueError if this version was dropped, or replaced before it was committed: no worker gets it."""
         if version in self.targets.dropped:
             raise ValueError(f"version {version} was dropped: {self._why_not_staged(version)}")
 
     def drop(self) -> None:
-        """The staged version, if there is one, goes to nobody."""
+        """Drop the staged version, if there is one: no worker gets it."""
         if version := self.targets.drop_staged():
             self._end_transfers(version)
             for peer in self.peers.values():
                 self._send_drop(peer, version)
 
     def _send_drop(self, peer: Peer, version: int) -> None:
-        """Tell a worker that may have staged this version; PONG shows whether it has heard of it."""
+        """Send DROP to a worker that may have staged this version. If DROP is lost, PONG shows what it still holds."""
         peer.held = {m: v for m, v in peer.held.items() if v != version}
         if not peer.lost:
             self.membership.send(peer.route, messages.Drop(self.epoch, version))
 
     def stream(self) -> None:
-        """More of a slab that was published while it is being packed is there, or of what was :attr:`to_encode`."""
+        """Send the bytes that have been packed or encoded since the last call."""
         for peer in self.peers.values():
             if peer.transfer is not None:
                 self._stream(peer, peer.transfer)
         self.fanout.stream()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
-        """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
-        ``replaced``, which :meth:`Targets.retain_current` has returned before, is the target again."""
+        """Take back a version whose slab will never be complete (None: it was not published). The targets that it has
+        ``replaced``, which :meth:`Targets.retain_current` returned before, are the targets again."""
         self.targets.abandon(version, replaced)
         if version is not None:
             self._end_transfers(version)
@@ -192,7 +198,7 @@ class Trainer:
                 peer.end_transfer()
 
     def mark_assembled(self, model_id: str) -> None:
-        """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
+        """All expected workers have been connected: from now on, an absent worker holds up no publication."""
         self.targets.models[model_id].assembled = True
 
     def close(self) -> None:
@@ -205,10 +211,10 @@ class Trainer:
         self.targets.close()
         self.leases.close()
         self.to_encode.clear()
-        self.announcement = None  # it may have views of a slab
+        self.announcement = None  # its payload may be views of a slab
 
     def check_open(self) -> None:
-        """Raise Fenced or ClosedError if this trainer has come to its end."""
+        """Raise Fenced or ClosedError if this trainer is fenced or closed."""
         if self.fenced is not None:
             raise Fenced(*self.fenced.args)
         if self.closed:
@@ -217,8 +223,8 @@ class Trainer:
     # -- what comes from the workers -----------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[messages.Buffer], now: float) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is from an unknown peer, of another
-        epoch, or not for a trainer."""
+        """Handle one message. Raises ProtocolError, with nothing changed, if it comes from an unknown peer, is of
+        another epoch, or is not for a trainer."""
         if self.closed or self.fenced is not None:
             return
         if isinstance(instruction, messages.Hello):
@@ -230,9 +236,9 @@ class Trainer:
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
         if getattr(instruction, "epoch", None) != self.epoch and not self._is_leaving(peer, instruction):
-            whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
-            raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
-        if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
+            sender = "an unknown peer" if peer is None else f"worker {peer.worker}"
+            raise ProtocolError(f"{kind.__name__} of another epoch from {sender}")
+        if isinstance(instruction, messages.Released):  # perhaps from a worker that is no peer any more
             self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
         if (
             newcomer is not None
@@ -246,11 +252,11 @@ class Trainer:
             case messages.Applied():
                 versions = instruction.versions
                 if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
-                    versions = peer.transfer.versions  # otherwise, of an update that is over already: nothing is new
+                    versions = peer.transfer.versions  # if that update is over already, the short form adds nothing
                 self.membership.check_versions(peer, versions)
                 peer.note_applied(versions)
                 if len(self.targets.models) > 1 or self.targets.version not in versions.values():
-                    self._send_due(peer)  # something else may be due
+                    self._send_due(peer)  # another update may be due
             case messages.Staged():
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     ready = peer.held if peer.transfer.phase == STAGE else peer.staged
@@ -297,7 +303,7 @@ class Trainer:
         peer.unreachable_since = None
 
     def _is_leaving(self, peer: Peer | None, instruction: Instruction) -> bool:
-        """Whether a worker leaves with this. It does so for good, also if it has not heard of this epoch yet."""
+        """Whether a worker leaves with this message. It leaves for good, even if it does not know this epoch yet."""
         if isinstance(instruction, messages.Bye):
             return peer is not None and instruction.nonce == peer.nonce
         if not isinstance(instruction, messages.Released) or instruction.last < MAX_SERIAL:
@@ -320,7 +326,7 @@ class Trainer:
 
     def _on_ready(self, peer: Peer, ready: messages.Ready) -> None:
         peer.ready, peer.opens = True, ready.opens
-        # Of what it has accepted before, only layouts of targets can matter again.
+        # Of the layouts that it accepted before, only those of targets can matter again.
         peer.accepted &= {
             (m, t.slab.layout.digest)
             for m in peer.hello.have
@@ -336,7 +342,7 @@ class Trainer:
 
     def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
         if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
-            return  # it concerns a publication that is over; the layout was shown again for the next one
+            return  # it answers an older WELCOME; the layout was shown again since, for another publication
         peer.ready = True
         error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
         peer.note_refused(refused.model_id, refused.digest, error)
@@ -353,12 +359,12 @@ class Trainer:
     def _on_fetch(self, peer: Peer, fetch: messages.Fetch) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != fetch.serial:
-            return  # of an update that is over; if the worker still wants it, PONG will show
+            return  # that update is over; if the worker still needs it, PONG will show that
         if len(fetch.bases) not in (0, len(transfer.parts)):
             raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
         encodes = self.settings.delta or self.settings.compress
         if (transfer.rewind(fetch) or not transfer.granted) and encodes:
-            # Now that the worker fetches the bytes, it is known which bases it has.
+            # Only FETCH tells which bases the worker has.
             transfer.set_encodings(peer.codec, fetch.bases, self.settings.piece_bytes)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
@@ -372,14 +378,14 @@ class Trainer:
         peer.pong_seq = pong.seq
         self._skip_serials_up_to(peer, pong.last)
         if pong.seq > peer.welcome_after_ping:
-            peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
+            peer.unanswered_welcomes = 0  # every WELCOME before that PING was answered, or was lost
         self.membership.note_answer(peer, pong.seq)
         peer.note_applied(pong.versions)
         peer.taken = {m: version for m, version in pong.taken.items() if version > peer.applied.get(m, 0)}
         self.relayed.request_missing(peer, pong.reports)
         transfer = peer.transfer
         if transfer is None:
-            # What was staged once may have been dropped since: an update that failed, and whose report was lost.
+            # A staged version may be gone: it failed, and FAILED was lost.
             peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
         elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
             if transfer.phase == STAGE and transfer.versions.items() <= pong.held.items():
@@ -387,7 +393,7 @@ class Trainer:
             elif all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):
                 peer.staged.update(transfer.versions)
             else:
-                # The UPDATE was lost, or dropped: maybe the worker does not know its layouts any more.
+                # The UPDATE was lost, or the worker dropped it, perhaps because it knows its layouts no longer.
                 peer.accepted -= transfer.layouts
                 self._welcome(peer)
             peer.end_transfer()
@@ -398,7 +404,7 @@ class Trainer:
         self._send_due(peer)
 
     def _check_held(self, peer: Peer, held: Mapping[str, int]) -> None:
-        """A worker holds these versions until COMMIT: those that will not come are dropped."""
+        """A worker holds these versions until COMMIT: drop those that will not be committed."""
         peer.held = {m: version for m, version in held.items() if version > peer.applied.get(m, 0)}
         staged = 0 if self.targets.staged is None else self.targets.staged.version
         for version in set(held.values()) - {staged}:
@@ -409,12 +415,12 @@ class Trainer:
     # -- liveness ------------------------------------------------------------------------------------------------------
 
     def process_ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The process of a worker incarnation has ended, and all its leases with it."""
+        """The process of a worker incarnation has ended: end its leases, too."""
         self.leases.release(nonce)
         self.lost(worker, nonce, reason, now)
 
     def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The worker has left, or will not be waited for. Its leases end when it reports so, or with its process."""
+        """The worker has left, or is given up. Its leases end when it reports so, or with its process."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.lost:
             return
@@ -427,23 +433,24 @@ class Trainer:
             self.membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def expel(self, worker: int, why: str, now: float) -> None:
-        """This worker may not take part any more."""
+        """Send a worker away that may not take part any more."""
         peer = self.peers.get(worker)
         if peer is not None and not peer.lost:
             self.membership.expel(peer, why)
             self._lose(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
-        """A send found no connection. It may come back; a remote peer that stays away is lost."""
+        """A send found no connection. The worker may come back; one that is not watched is lost if it stays away."""
         if (peer := self.membership.unreachable(route, now)) is not None:
             self._lose(peer, "its connection is gone", now)
 
     def _lose(self, peer: Peer, why: str, now: float) -> None:
-        # On another host nothing can be read in place. One that may be here keeps its leases.
+        # A worker on another host reads no slab in place. One that may be on this host keeps its leases.
         gone = self.process_ended if peer.local is False else self.lost
         gone(peer.worker, peer.nonce, why, now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
+        """A transport has failed to bring a worker the slab of this descriptor."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.transfer is None:
             return
@@ -453,13 +460,13 @@ class Trainer:
             self._send_due(peer)
 
     def queue_full(self, route: bytes) -> None:
-        """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
+        """A send found the worker's queue full and dropped the message. PING and PONG will repair that."""
         if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
             self.touched.add(peer.worker)
 
     def tick(self, now: float) -> None:
-        """Send what is due, and wait no longer for what is overdue."""
+        """Send what is due, and stop waiting for answers to new layouts that are overdue."""
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
@@ -475,7 +482,7 @@ class Trainer:
     # -- verifying: what the workers' models hold ----------------------------------------------------------------------
 
     def verify(self, model_id: str, workers: Iterable[int], now: float) -> Verification:
-        """Ask these workers what they hold of a model, instead of what was asked before."""
+        """Ask these workers what they hold of a model. This replaces the verification before."""
         self._verifications += 1
         self.verification = Verification(self.membership, self._verifications, model_id, workers)
         self._request_digests(now)
@@ -503,28 +510,28 @@ class Trainer:
             self.verification.answer(page, now)
             self._request_digests(now)
 
-    # -- agreement: who has to accept the layouts of a publication -----------------------------------------------------
+    # -- agreement: which workers have to accept the layouts of a publication ------------------------------------------
 
     def _welcome(self, peer: Peer) -> None:
         self._skip_serials_up_to(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
         self._show_layouts(peer, again=True)
 
     def welcome_all(self) -> None:
-        """Say anew where everything is."""
+        """Send all workers WELCOME again, because an address in it has changed."""
         for peer in self.membership.welcomed:
             self._welcome(peer)
 
     def _process_relayed_changes(self) -> None:
-        """Some workers behind relays have come, have changed, or are lost."""
+        """Note which workers behind relays have come, have changed, or are lost."""
         changed, self.relayed.changed = self.relayed.changed, set()
         self.touched |= changed
         self._recheck_pending(changed)
 
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
-        """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
-        ``again``: also if the last one was the same."""
+        """Send WELCOME with one layout per model: the oldest that the worker has not answered for, else the newest.
+        Without ``again``, only if the last WELCOME had others."""
         if peer.lost or self.epoch == messages.NO_EPOCH:
-            return  # who is not welcome goes on to the next address
+            return  # a worker that gets no WELCOME from this relay tries the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
             targets = self.targets.current_and_upcoming(peer.worker, model_id) if model_id in peer.hello.have else []
@@ -547,7 +554,7 @@ class Trainer:
 
     def _recheck_pending(self, workers: Collection[int]) -> None:
         pending: dict[int, Publication] = {}
-        while pending.keys() != self.targets.pending.keys():  # one that becomes the target may let others follow
+        while pending.keys() != self.targets.pending.keys():  # a publication that becomes the target may free others
             pending = dict(self.targets.pending)
             for publication in pending.values():
                 asked = publication.awaiting.intersection(workers)
@@ -560,12 +567,12 @@ class Trainer:
             self._send_due()
 
     def _is_assembling(self, publication: Publication) -> bool:
-        """True before everybody has been there once: then even workers that are not connected yet are waited for."""
+        """True until all workers have been connected once: the publication waits even for absent ones."""
         models = self.targets.models
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
     def _is_accepted_already(self, publication: Publication) -> bool:
-        """True if nothing else is pending, and nobody need be sent a WELCOME. The rule in a training loop."""
+        """True if nothing else is pending, and no worker needs a WELCOME. So it is in a training loop."""
         if len(self.targets.pending) != 1 or self._is_assembling(publication):
             return False
         return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
@@ -582,7 +589,7 @@ class Trainer:
         assembling = self._is_assembling(publication)
         peer = self.peers.get(worker)
         if peer is None:
-            # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
+            # Its relay asks it for agreement. Its refusal stops only the workers behind that relay.
             behind = self.membership.relayed_workers.get(worker)
             has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
             return assembling and not has_answered
@@ -599,7 +606,7 @@ class Trainer:
     # -- the next update of each worker --------------------------------------------------------------------------------
 
     def _send_due(self, *peers: Peer) -> None:
-        """Start the next UPDATE for each of these workers, or all, that has none outstanding and lacks something."""
+        """Start the next UPDATE for each of these workers (none given: all) that has none outstanding."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
                 self._announce(peer)
@@ -612,7 +619,7 @@ class Trainer:
             parts, phase = self.targets.due_to_stage(peer), STAGE
         if not parts:
             return
-        # A relay passes bytes on, wherever it is.
+        # A relay gets the bytes even on this host, because it passes them on.
         opens = peer.local is True and peer.opens and peer.hello.role != "relay"
         streams = not opens and any(slab.streamable for _, slab in parts.values())
         last = self.announcement
@@ -629,9 +636,9 @@ class Trainer:
         self._start_transfer(peer, last, parts)
 
     def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
-        """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
-        that, it comes from another one, which counts by itself: a relay that was killed, or whose workers have moved
-        here."""
+        """Go past this serial, if it is newer than what this sender has sent to the worker: the worker ignores what is
+        not newer. It has that announcement from another sender of the epoch, which has its own serials: from a relay
+        that was killed, or which the worker has left."""
         if serial <= peer.serial or not (self.serial or self.membership.follows):
             return
         peer.serial, self.announcement = 0, None
@@ -646,28 +653,27 @@ class Trainer:
     # -- the fast path: AGAIN is the next update of a training loop ----------------------------------------------------
 
     def steady(self, model_id: str) -> list[Peer] | None:
-        """Those who can be told the next version of this model by AGAIN, and nobody else is there; None where it takes
-        more.
+        """All workers that are there, if AGAIN can announce the next version of this model to each of them; else None.
 
-        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
-        is pending, nobody has weights of its own, nothing was refused or has failed. If what comes differs from it in
-        nothing but version and bytes, the rest of what an UPDATE takes into account cannot have changed.
+        The state is steady if every worker was sent the last update, which is the target, and has applied it; if no
+        publication is pending, no worker has weights of its own, and nothing was refused or has failed. If the next
+        update differs from the last only in version and bytes, nothing else that an UPDATE depends on has changed.
         """
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or not self.settings.fast:
             return None
         if last.streamed_models:
-            return None  # some cannot open what its descriptor names
+            return None  # some workers cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.common
         if model is None or current is None or current.version != targets.version:
-            return None  # the last version is pending, staged, another model's, one worker's, or nobody's
+            return None  # the last version is pending, staged, another model's or one worker's, or was rejected
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
             return None
         peers = [peer for peer in self.membership.peers.values() if not peer.lost]
         for peer in peers:
             if not peer.is_worker:
-                return None  # the fast path counts answers, and nobody waits for this one's
+                return None  # the fast path waits for all answers, but must not wait for a relay or guest
             if peer.serial != last.serial or peer.transfer is not None or not peer.agrees(last.layouts):
                 return None
             if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
@@ -683,11 +689,11 @@ class Trainer:
         unsent: Collection[Peer],
         now: float,
     ) -> None:
-        """Take over from the fast path, which has gone on from :meth:`steady` without this.
+        """Take over from the fast path, which has published since :meth:`steady`, and has counted versions and serials.
 
-        It has counted versions and serials itself; ``slab`` is the newest version, with the caller's reference,
-        published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
-        acknowledged that, and to those in ``unsent`` it has yet to be announced.
+        ``slab`` has the newest version, with the caller's reference, published at ``now``. All ``peers`` have applied
+        every version before it. Those in ``waiting`` have not acknowledged the newest; it has still to be announced to
+        those in ``unsent``.
         """
         version, serial, current = self.targets.version, self.serial, self.targets.models[model_id].current
         assert self.announcement is not None
@@ -704,7 +710,7 @@ class Trainer:
                 self._start_transfer(peer, last, parts, send=peer in unsent)
 
     def _start_transfer(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
-        """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
+        """Record that this announcement is on its way to a worker; with ``send``, send it."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leased:
             self.leases.lease(peer, last.serial, {model_id: parts[model_id] for model_id in last.leased})
