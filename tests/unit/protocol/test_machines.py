@@ -105,7 +105,7 @@ MUTATIONS = {
         (
             Targets,
             "publish",
-            "(older.layouts, older.workers) == (publication.layouts, whom)",
+            "(older.layouts, older.workers) == (publication.layouts, chosen)",
             "older.models & publication.models",
         )
     ],
