@@ -1,16 +1,16 @@
-"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it, and the question that
+"""Relays: what a sender knows of the workers behind them, the requests that a relay passes up, and the question that
 travels down the whole tree. No I/O, no clock.
 
-A relay gets what is meant for everybody and passes it on; its reports say how far its workers are. A worker may be
-reported by several relays for a moment, when it has moved from one to the next: the sender believes the relay that
-reported it last, and not as lost.
+A relay gets what is meant for all workers and passes it on. Its reports say how far its workers are. When a worker has
+moved from one relay to another, both may report it for a moment. The sender then believes the relay at which the worker
+arrived last, and prefers one that does not report it as lost.
 
-A worker asks by PING what it should have. A relay answers at once with what it has to pass on. What the root of the
-tree should answer, it asks the sender above it, which may be a relay, too. Without a session there it does not answer,
-and the worker asks again.
+A worker requests its targets by PING. A relay answers at once with what it has itself. If the worker wants the answer
+of the tree's root, the relay passes the request to the sender above it, which may be a relay, too. Without a session
+there it does not answer, and the worker asks again.
 
 The trainer asks by VERIFY what a worker's model holds, tensor by tensor. The worker hashes the tensors once per
-question and answers in pages. The trainer requests one after the other, and again what was lost. A relay passes
+question and answers in pages. The trainer requests one page after the other, and lost ones again. A relay passes
 questions and pages on and remembers neither, because the trainer repeats what gets no answer. The trainer asks at most
 :data:`AT_ONCE` workers at a time, so that a relay's queue holds few questions, however many workers are behind it.
 """
@@ -28,14 +28,14 @@ from asyncsync.protocol.targets import Peer, Targets
 from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
-AT_ONCE = 64  # workers that are asked by VERIFY at a time
-KEPT_REQUESTS = 8  # of each worker: one comes per second until there is an answer
+AT_ONCE = 64  # the trainer asks at most this many workers at a time
+KEPT_REQUESTS = 8  # per worker, which sends one per second until it gets an answer
 
 
 @dataclass(slots=True, eq=False)
 class _Relay:
-    """One incarnation of a relay: its workers, and the number of its last report; 0: it has still to count them. While
-    it does, those in ``uncounted`` have not been counted yet. ``recount_requested``: a recount was requested, once."""
+    """One incarnation of a relay: its workers by index, and the number of its last report; 0: a report of all its
+    workers has still to come. During such a report, ``uncounted`` has the workers that it has not named yet."""
 
     workers: dict[int, Peer] = field(default_factory=dict)
     uncounted: set[int] = field(default_factory=set)
@@ -44,8 +44,8 @@ class _Relay:
 
 
 class RelayedWorkers:
-    """The workers behind all relays. ``workers`` has them by index, those that are lost, too; each has a ``relay``.
-    ``changed`` has those of whom something is new; whoever reads it clears it."""
+    """The workers behind all relays. ``workers`` has them by index, including lost ones; each has a ``relay``.
+    ``changed`` has the workers whose state has changed; the reader clears it."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
         self.workers = membership.relayed_workers
@@ -53,16 +53,16 @@ class RelayedWorkers:
         self._membership = membership
         self._targets = targets
         self._relays: dict[bytes, _Relay] = {}
-        self._arrivals = 0  # of those who have come: who has come last is believed
+        self._arrivals = 0  # numbers the records, as their serial: of two for one worker, the later counts
 
     def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
         if relay.hello.role != "relay":
             raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
         if report.number <= known.last_report:
-            return  # a duplicate, or overtaken by a newer one
+            return  # a duplicate, or older than one that has come
         if not report.whole and (not known.last_report or report.number > known.last_report + 1):
-            if not known.recount_requested:  # until a PONG tells that it has not come, either
+            if not known.recount_requested:  # once; if RECOUNT is lost, the relay's next PONG shows the gap
                 known.recount_requested = True
                 self.request_missing(relay, report.number)
             return
@@ -74,13 +74,13 @@ class RelayedWorkers:
             self._record(relay, known, one, now)
         gone = () if report.more else tuple(known.uncounted)
         for worker in gone:
-            known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one report
+            known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one count
             self._choose_record(worker)
         known.uncounted.difference_update(gone)
         self.changed.update(gone, [one.worker for one in report.workers])
 
     def request_missing(self, relay: Peer, number: int) -> None:
-        """A relay has sent reports up to this number: request a recount, if one of them has not come."""
+        """A relay has sent reports up to this number. Request a recount if one of them has not come."""
         known = self._relays.get(relay.nonce)
         last = 0 if known is None else known.last_report
         if number != last and relay.hello.role == "relay":
@@ -110,7 +110,7 @@ class RelayedWorkers:
         peer.hello.have.update(one.applied)
         if not one.slow:
             peer.last_seen = now
-        elif not peer.slow:  # until then the relay had heard of it
+        elif not peer.slow:  # the relay had heard of it until slow_after before
             peer.last_seen = now - self._membership.settings.slow_after
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
@@ -123,7 +123,7 @@ class RelayedWorkers:
             self._choose_record(one.worker)
 
     def _choose_record(self, worker: int) -> None:
-        """Who is believed of those that are reported as this worker."""
+        """Choose which relay's record of this worker counts."""
         found = [known.workers[worker] for known in self._relays.values() if worker in known.workers]
         if not found:
             self.workers.pop(worker, None)
@@ -131,7 +131,7 @@ class RelayedWorkers:
             best = self.workers[worker] = max(found, key=lambda peer: (not peer.lost, peer.serial))
             if not best.lost and worker not in self._membership.peers:
                 self._membership.gone.pop(worker, None)
-                self._targets.forget_worker(worker)  # a relay passes on only what is for everybody
+                self._targets.forget_worker(worker)  # a relay passes on only what is for all workers
         self.changed.add(worker)
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
@@ -139,7 +139,7 @@ class RelayedWorkers:
         self._choose_record(peer.worker)
 
     def lose(self, relay: Peer, now: float) -> None:
-        """A relay is lost, and its workers with it until they are reported again."""
+        """A relay is lost. So are its workers, until a relay reports them again."""
         if (known := self._relays.get(relay.nonce)) is not None:
             known.last_report = 0
             for peer in known.workers.values():
@@ -147,14 +147,14 @@ class RelayedWorkers:
                     self._lose(peer, f"its relay is lost: {relay.lost}", now)
 
     def restart(self) -> None:
-        """Another trainer's versions are served from here on."""
+        """This sender serves another trainer's versions from now on."""
         for known in self._relays.values():
             known.last_report = 0
             for peer in known.workers.values():
                 peer.applied, peer.failed = {}, {}
 
     def _forget_moved(self, peer: Peer, now: float) -> None:
-        """Forget a worker that was connected to the sender itself, and is behind a relay by now."""
+        """Forget a worker that was connected to this sender, and is behind a relay by now."""
         other = self.workers.get(peer.worker)
         if other is None or other.lost or (peer.lost is None and peer.unreachable_since is None):
             return
@@ -165,7 +165,7 @@ class RelayedWorkers:
                 self._membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def tick(self, now: float) -> None:
-        """Forget relays that are forgotten, and elastic workers that were lost long ago."""
+        """Forget relays that the membership has forgotten, and elastic workers that were lost long ago."""
         if self.workers:
             for peer in list(self._membership.peers.values()):
                 self._forget_moved(peer, now)
@@ -187,13 +187,14 @@ class RelayedWorkers:
 
 
 class TargetRequests:
-    """The questions of one sender's workers. ``unsent``: of each worker, the newest that has still to be asked above."""
+    """The target requests (PING) of one sender's workers. ``unsent``: per worker, the number of the newest PING that
+    has still to be passed up."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
         self.unsent: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._sent: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
+        self._sent: dict[int, deque[tuple[int, int]]] = {}  # per worker: number of the PING sent up, and of its own
 
     def receive(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:
@@ -202,14 +203,14 @@ class TargetRequests:
             self.unsent[peer.worker] = ping.seq
 
     def sent(self, number: int) -> None:
-        """All new ones have been asked above, with this number."""
+        """A PING of this number has gone up, for all that was unsent."""
         self._sent = {worker: asked for worker, asked in self._sent.items() if worker in self._membership.peers}
         for worker, seq in self.unsent.items():
             self._sent.setdefault(worker, deque(maxlen=KEPT_REQUESTS)).append((number, seq))
         self.unsent = {}
 
     def receive_answer(self, number: int, above: Mapping[str, int]) -> None:
-        """The root has answered what was asked with this number, and all before: what everybody should have."""
+        """The root has answered the PING of this number with its targets, ``above``: answer all requests up to it."""
         for worker, asked in self._sent.items():
             seq = None
             while asked and asked[0][0] <= number:
@@ -218,7 +219,7 @@ class TargetRequests:
                 self._answer(peer, seq, above, root=True)
 
     def restart(self) -> None:
-        """Another trainer's versions are served from here on: whoever wants to know asks again."""
+        """This sender serves another trainer's versions from now on. The workers ask again."""
         self.unsent, self._sent = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
@@ -238,7 +239,7 @@ class Verified:
 
 @dataclass(slots=True)
 class _Pages:
-    """What one worker incarnation has answered so far; ``due``: when to request the next page."""
+    """What one worker incarnation has answered so far. ``due``: when to request the next page."""
 
     nonce: bytes
     due: float = 0.0
@@ -246,8 +247,8 @@ class _Pages:
 
 
 class Verification:
-    """One question to some workers. ``found`` and ``problems`` have the answers; those in ``waiting`` have still to be
-    asked or to answer."""
+    """One question to some workers. ``found`` and ``problems`` have the answers. ``waiting`` has the workers that have
+    still to be asked, or to answer."""
 
     def __init__(self, membership: Membership, number: int, model_id: str, workers: Iterable[int]) -> None:
         self.found: dict[int, Verified] = {}
@@ -258,7 +259,8 @@ class Verification:
         self._membership = membership
 
     def due(self, now: float) -> list[Verify]:
-        """The questions to send now. A worker that is lost has a problem; one that is back is asked anew."""
+        """The questions to send now. A lost worker counts as answered, with a problem; a new incarnation is asked
+        from the start."""
         questions = []
         for worker, pages in list(self.waiting.items())[:AT_ONCE]:
             peer = self._membership.find(worker)
@@ -274,7 +276,7 @@ class Verification:
         return questions
 
     def answer(self, page: Digests, now: float) -> None:
-        """Take in a page; one that was not requested changes nothing."""
+        """Handle a page. One that was not requested changes nothing."""
         pages = self.waiting.get(page.worker)
         if pages is None or pages.nonce != page.nonce or page.start * DIGEST_BYTES != len(pages.found):
             return
