@@ -2,9 +2,9 @@
 
 Shares: several trainer processes have the bytes of one version. One of them coordinates. Its
 :class:`~asyncsync.protocol.trainer.Trainer` numbers the version, asks the workers for their agreement, announces it
-and counts who has applied it. In the place of bytes that another process has it publishes a :class:`ShareSlab`, which
-says in which one they are. It publishes a version when every process has offered its share, so no worker waits for a
-share that nobody has.
+and notes which workers have applied it. In the place of bytes that another process has, it publishes a
+:class:`ShareSlab`, which names that process. It publishes a version only when every process has offered its share, so
+no worker waits for a share that no process has.
 
 The other processes only serve bytes. Each has a :class:`Sharer`. A worker that was sent the UPDATE requests a share by
 PULL, which gives credit as FETCH does, and gets CHUNKs. The coordinator keeps all accounts, also the leases on shared
@@ -30,26 +30,27 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.messages import APPLY, COMMIT, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
 
-ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
+ENCODED_ABOVE = 2 << 10  # encoding fewer bytes of an UPDATE is not worth the work
 MAX_GAPS = 256
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
 Form = tuple[bool, str, int]
-"""Whether what workers of this host would open travels as chunks, as far as it can; the codec of bytes that ride in the
-UPDATE (empty: they are as they are); the phase."""
+"""Whether slabs that workers of this host would open travel as chunks, as far as they can; the codec of bytes that ride
+in the UPDATE (empty: none); the phase."""
 
 
 class Announcement:
-    """An UPDATE and its payload frames: one for all workers that are to have the same parts. The slabs may be gone
-    earlier.
+    """An UPDATE and its payload frames, shared by all workers that get the same parts. It holds no references to the
+    slabs.
 
     Attributes:
-        castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
-        repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
+        castable: whether CAST may carry it: it is for all workers, and its bytes ride in it or travel as chunks.
+        repeatable: whether AGAIN can follow: it brings all bytes of one part, and nothing else that may differ.
         streamed_models: the models whose bytes travel as chunks, although workers of this host would open them.
-        leased: the models whose bytes are leased to each worker that is sent it.
-        sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
+        leased: the models whose bytes are leased to each recipient.
+        sizes: per part, how many of its bytes come from this sender, in the UPDATE or as chunks.
+        ends: where each part ends if those are laid end to end.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Announcement:
             return
         self.sizes = [slab.nbytes if m in streamed_models else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
-        # What is not there yet can only follow as chunks.
+        # Bytes that are not packed yet can only follow as chunks.
         eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
         announced, values, payload, packed = [], [], [], False
         for (model_id, (version, slab)), size in zip(parts.items(), self.sizes, strict=True):
@@ -105,7 +106,7 @@ class Announcement:
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
 
     def _prepare_commit(self, epoch: Epoch, parts: Parts) -> None:
-        """It brings nothing: whoever it is for has staged these parts."""
+        """It brings no bytes, because its workers have staged these parts."""
         self.sizes = self.ends = [0] * len(parts)
         self.eager, self.castable, self.repeatable = True, True, False
         announced = [Part(m, version, slab.layout.digest, slab.nbytes) for m, (version, slab) in parts.items()]
@@ -113,18 +114,19 @@ class Announcement:
         self.payload, self.nbytes = [], 0
 
     def matches(self, after: int, parts: Parts, form: Form) -> bool:
-        """Whether this brings the very same versions and slabs, in the same form, to a worker that was sent the serial
-        ``after``."""
+        """Whether this brings the same versions and slabs in the same form, and is newer than the serial ``after``."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         return self.serial > after and self.key == key and self.form == form
 
 
 class Transfer:
-    """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
+    """One UPDATE that a worker has not staged yet: the parts, and how far their bytes have been sent.
 
-    ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
-    what is pushed to all subscribers. ``encodings``: how the bytes of each part travel, if they do so as fewer; None
-    where they travel as they are.
+    Attributes:
+        after_ping: the number of the last PING before it.
+        granted: for how many of the parts' bytes, laid end to end, the worker has given credit.
+        pushed: the same for bytes that are pushed to all subscribers.
+        encodings: how the bytes of each part are encoded; None: not at all. Empty: none is.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
@@ -147,7 +149,7 @@ class Transfer:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
     def rewind(self, fetch: messages.Fetch | Pull) -> bool:
-        """Whether the worker fetches some of it once more; then it is sent from there again."""
+        """If the worker has restarted its fetch, go back to where it starts. Returns whether it has."""
         if fetch.restart <= self.restart:
             return False
         self.restart, self.sent, self.granted = fetch.restart, min(fetch.start, self.total), 0
@@ -161,8 +163,8 @@ class Transfer:
         self.parts, self._slabs, self.encodings = {}, [], []
 
     def set_encodings(self, codec: str, bases: Sequence[int], size: int) -> None:
-        """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has
-        changed since those ``bases`` that are there."""
+        """From now on, encode the parts' bytes by this codec (empty: none) in pieces of this size; as what has changed
+        since these ``bases``, where the slab still has that version."""
         found: list[Encoding | None] = []
         versions = bases or [0] * len(self.parts)
         for (_, slab), total, version in zip(self.parts.values(), self._sizes, versions, strict=True):
@@ -178,8 +180,8 @@ class Transfer:
     def chunks(
         self, epoch: Epoch, settings: Settings, to_encode: deque[tuple[Encoding, int]] | None = None
     ) -> Iterator[tuple[Chunk, Buffer]]:
-        """The next pieces, as far as the worker's credit reaches and the slabs are packed. They end at the first that
-        has still to be encoded; that and the following ones join ``to_encode``."""
+        """The next chunks, as far as the worker's credit reaches and the slabs are packed. They end before the first
+        piece that is not encoded yet; that and the following ones are added to ``to_encode``."""
         if self.sent >= self.granted:
             return
         slabs = [slab for _, slab in self.parts.values()]
@@ -190,7 +192,7 @@ class Transfer:
                 if encoding is None:
                     stop = min(start + settings.chunk_bytes, size, self.granted - begin)
                 else:
-                    # To the end of the piece: whoever has part of one gets its rest as it is.
+                    # To the end of the piece. A worker that has part of one gets the rest unencoded.
                     stop = min(size, (start // encoding.size + 1) * encoding.size)
                 if stop > limit:
                     return
@@ -212,15 +214,15 @@ class Transfer:
 
 
 class Memory:
-    """Where the slabs of a worker come from, and what its process may open. This one opens nothing."""
+    """Where a worker's slabs come from, and which process's memory it may open. This one opens no memory."""
 
     def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
-        """The slab of a part with a descriptor, if it can be had at once; None: a transport is to fetch it. Raises what
-        the transport raises."""
+        """The slab of a part with a descriptor, if it is accessible at once; None: a transport must fetch it. Raises
+        what the transport raises."""
         return None
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
-        """A slab for the bytes of a part; ``adopts``: Parameters may get their memory in it."""
+        """A slab for the bytes of a part. ``adopts``: Parameters may be re-pointed into it."""
         return pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
@@ -228,16 +230,20 @@ class Memory:
 
 
 class IncomingUpdate:
-    """An announced update whose bytes are arriving, if they have not come with it.
+    """An announced update whose bytes are arriving, if they did not ride in the announcement.
 
-    It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
-    trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
-    transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
-    up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
-    it is kept, and ``after_gap`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
-    ``restarts`` and ``fruitless_restarts`` count how often the rest was fetched again, in all and since something came.
-    ``source``: which of the trainer's processes it comes from. What comes from another one is an update of its own,
-    :meth:`make_share`, into the same slabs.
+    Attributes:
+        slabs: one per part, with a reference each, until :meth:`take`.
+        bases: the slabs of the versions that the trainer has named as bases, as far as this worker has them.
+        fetching: the indices of the parts that a transport fetches by their descriptors.
+        received: how many of the parts' bytes, laid end to end, have come up to the first gap.
+        pushed: its bytes are pushed to all subscribers. Then those behind a gap are kept; else they are sent again.
+        after_gap: where the kept pieces behind a gap begin and end.
+        gap_requested_to: up to where the gap reaches that was fetched last.
+        granted: up to where the trainer has credit.
+        restarts, fruitless_restarts: how often the rest was fetched again, in all and since bytes came last.
+        source: the number of the trainer's process that sends it. Bytes that another process sends are an update of
+            their own, by :meth:`make_share`, into the same slabs.
     """
 
     source = 0
@@ -265,7 +271,7 @@ class IncomingUpdate:
         self.received = 0
         self.pushed = False
         self.after_gap: list[tuple[int, int]] = []
-        self.gap_requested_to = 0  # up to where the gap reaches that was fetched
+        self.gap_requested_to = 0
         self.slabs: list[Slab] = []
         self.bases: list[Slab | None] = []
         self.fetching: set[int] = set()
@@ -293,7 +299,7 @@ class IncomingUpdate:
         self.last_progress = now
 
     def make_share(self, source: int, now: float) -> IncomingUpdate:
-        """What comes from that process: its parts of this version, in the order in which it has them."""
+        """The update of the parts that this process sends, in the order in which it has them."""
         chosen = [i for i, p in enumerate(self.parts) if p.source == source and p.descriptor is None]
         slabs, layouts = [self.slabs[i] for i in chosen], [self.layouts[i] for i in chosen]
         parts = tuple([replace(self.parts[i], source=0) for i in chosen])
@@ -315,15 +321,15 @@ class IncomingUpdate:
         return self.streaming and now >= self.last_progress + patience
 
     def expects(self, part: int, offset: int, size: int) -> bool:
-        """Whether these bytes of a part are the next ones; False if they were there already, or something before them
-        is missing. Raises ProtocolError if the part has no such bytes."""
+        """Whether these bytes of a part are the next ones; False if they have come already, or bytes before them are
+        missing. Raises ProtocolError if the part has no such bytes."""
         if part >= len(self.parts) or offset + size > self.parts[part].streamed:
             raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
         return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
-        ProtocolError, with nothing written, as :meth:`expects`, and if its checksum is wrong."""
+        """Write a piece into its slab. False if it has come already, or bytes before it are missing and it was not
+        pushed. Raises ProtocolError, with nothing written, like :meth:`expects`, and if its checksum is wrong."""
         expected = self.expects(part, offset, len(data))
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
@@ -331,7 +337,7 @@ class IncomingUpdate:
         stop = start + len(data)
         if not expected and not self.pushed:
             return False
-        # What is pushed and what fills a gap are cut at different places.
+        # Pushed pieces and those that fill a gap are cut at different places, so they may overlap.
         is_beyond = start > self.received
         if stop <= self.received or (is_beyond and len(self.after_gap) >= MAX_GAPS):
             return False
@@ -348,19 +354,19 @@ class IncomingUpdate:
         return True
 
     def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
-        """Keep the bases that the trainer has named, as far as they are here."""
+        """Keep the bases that the trainer has named, as far as this worker has them."""
         found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
         if any(found):
             self.bases = [None if slab is None else slab.retain() for slab in found]
 
     def base(self, part: int, offset: int, size: int) -> Bytes | None:
-        """These bytes of a part's base; None: it is not here, or not any more."""
+        """These bytes of a part's base; None: it is not here (any more)."""
         slab = self.bases[part] if self.bases else None
         return None if slab is None else slab.sent.numpy()[offset : offset + size]
 
     @property
     def base_versions(self) -> tuple[int, ...]:
-        """Of each part the version of its base, for FETCH; empty: there is none."""
+        """Per part, the version of its base, for FETCH; empty: there is none."""
         pairs = zip(self.parts, self.bases, strict=False)
         return tuple([0 if slab is None else part.base for part, slab in pairs])
 
@@ -371,7 +377,7 @@ class IncomingUpdate:
                 slab.release()
 
     def take(self) -> list[Slab]:
-        """Hand over the filled slabs."""
+        """Hand over the filled slabs, with their references."""
         if self.bases:
             self.forget_bases()
         slabs, self.slabs = self.slabs, []
@@ -383,7 +389,7 @@ class IncomingUpdate:
 
 
 class ShareSlab(Slab):
-    """In the coordinator, a slab whose bytes another process has; ``source`` is its number, from 1 on."""
+    """In the coordinator, a slab whose bytes another process has; ``source`` is that process's number, from 1 on."""
 
     def __init__(self, layout: Layout, source: int, descriptor: bytes | None = None) -> None:
         super().__init__(layout, torch.empty(0, dtype=torch.uint8))
@@ -395,7 +401,7 @@ class ShareSlab(Slab):
         return 0
 
     def follow(self, version: int, slab: Slab) -> None:
-        """Nothing can be computed here of what has changed."""
+        """Keep no base: the coordinator has no bytes to compare."""
 
 
 class Sharer:
@@ -403,10 +409,10 @@ class Sharer:
 
         sharer.offer(version, slabs)            # before the coordinator publishes the version
         sharer.receive(route, instruction)
-        sharer.retire(version, model_id)        # the coordinator says that nobody will request it any more
+        sharer.retire(version, model_id)        # the coordinator says that no worker will request it any more
         while sharer.outbox: send(*sharer.outbox.popleft())
 
-    ``epoch`` is the coordinator's, which may go past it before it has sent anything.
+    ``epoch`` is the coordinator's. The shell sets it anew if the coordinator raises its own before it announces.
     """
 
     def __init__(self, epoch: Epoch, settings: Settings | None = None) -> None:
@@ -428,12 +434,12 @@ class Sharer:
             slab.release()
 
     def disconnected(self, route: bytes) -> None:
-        """A connection is gone, or its worker wants something else."""
+        """A connection is gone, or its worker requests something else."""
         if (transfer := self.transfers.pop(route, None)) is not None:
             transfer.release()
 
     def receive(self, route: bytes, pull: Instruction) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is of another epoch, or no PULL."""
+        """Handle one message. Raises ProtocolError, with nothing changed, if it is of another epoch, or no PULL."""
         if not isinstance(pull, Pull):
             raise ProtocolError(f"{type(pull).__name__} to a process that only serves shares")
         if pull.epoch != self.epoch:
