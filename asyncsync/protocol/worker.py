@@ -9,8 +9,8 @@ Usage by a shell that owns the socket, the gate and time::
     worker.tick(now)                                     # every quarter of a second or so
     while worker.outbox: send(worker.outbox.popleft())
 
-An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
-a higher epoch replaces everything that was under way, a lower one is ignored.
+A worker stages and checks an update whole before any of it touches a model. Within an epoch a version never goes back.
+A higher epoch replaces everything that was under way; the worker ignores a lower one.
 """
 
 from __future__ import annotations
@@ -34,59 +34,59 @@ from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Chunk, Epoch, Fetch, Instruction, Part, Pull, Verify
 
 FRUITLESS_RESTARTS = 3
-PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
+PUSH_PATIENCE = 2.0  # seconds; the workers that set the pace of a push may have stopped
 
 
 class FastPath(Protocol):
-    """Applies each AGAIN in few steps, as long as nothing else happens; see :mod:`asyncsync.bus.steady`."""
+    """Applies each AGAIN in few steps, until something else happens; see :mod:`asyncsync.bus.steady`."""
 
     def take(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
     def end(self) -> None: ...
 
 
 class Relaying:
-    """Passes on to other workers what comes to one, while it comes. To keep an update's slabs takes references. This
-    one passes on nothing."""
+    """Hooks for a relay, which passes on to other workers what its own worker receives. A hook that keeps slabs of an
+    update takes references of its own. These hooks do nothing."""
 
     def epoch_began(self, epoch: Epoch) -> None:
-        """A new trainer's epoch has begun, from which nothing has come yet."""
+        """A new trainer's epoch has begun. None of its updates has come yet."""
 
     def message_received(self, upstream: Worker, message: Instruction, now: float) -> None:
-        """The trainer has said this, and the worker's half has taken it in."""
+        """The worker has handled this message of the trainer's."""
 
     def update_began(self, update: IncomingUpdate) -> None:
-        """An update has been announced; small ones are complete already."""
+        """An update was announced. A small one is complete already."""
 
     def bytes_arrived(self, update: IncomingUpdate) -> None:
-        """More of it is here."""
+        """More bytes of the update have come."""
 
     def update_committed(self, held: Staging, now: float) -> None:
-        """What was staged is to be applied."""
+        """COMMIT has come for this update, which the worker held."""
 
     def update_ended(self, update: IncomingUpdate) -> None:
-        """It is complete, or it will never be."""
+        """The update is complete, or never will be."""
 
 
 class Worker:
     """The worker's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
-        incoming: the update whose bytes are missing; ``shares``: what of it comes from other processes of the
-            trainer's, by their numbers. What is for them is in ``pulls``.
-        staged: what should go through the gate, oldest first.
-        held: what is as ready as that, and waits for COMMIT.
-        taken: what the user's code has taken.
-        takes: whether updates wait for :meth:`take`; the trainer knows, as what is taken may be kept for long.
-        fetches: ``(serial, index, part, slab)`` of the parts that a transport is to bring; each ends in
-            :meth:`fetched`.
+        incoming: the update whose bytes are still coming.
+        shares: its parts that come from the trainer's other processes, by their numbers.
+        pulls: ``(number, PULL)`` to send to those processes.
+        staged: the updates that wait for the gate, oldest first.
+        held: a staged update that waits for COMMIT.
+        taken: the update that the user's code has taken.
+        takes: whether updates wait for :meth:`take`. HELLO tells the trainer, because code may keep one for long.
+        fetches: ``(serial, index, part, slab)`` of each part that a transport must bring; :meth:`fetched` ends it.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
-        base: serial and one part of the update that AGAIN builds on.
-        failure: the report of the last update that failed, until what is newer is applied.
-        reports_sent: counts the reports of a relay's workers.
+        base: serial and part of the update that the next AGAIN refers to.
+        failure: the report of the last update that failed, until the models hold those versions or newer ones.
+        reports_sent: in a relay, how many reports of its workers it has sent.
         targets: the version that each model should have, as far as this worker knows.
-        open_question: what the trainer wants to know of a model; :meth:`answer` follows.
-        leaving: whether further updates are ignored.
-        fast_path: applies what is as always; whatever else happens here ends it.
+        open_question: the trainer's question about a model that still needs :meth:`answer`.
+        leaving: whether the worker ignores further updates.
+        fast_path: applies AGAIN in few steps; any other event ends it.
     """
 
     def __init__(
@@ -132,26 +132,26 @@ class Worker:
     # -- what the worker does ------------------------------------------------------------------------------------------
 
     def register(self, model_id: str, binding: Binding, now: float) -> None:
-        """Take part in the updates of one more model, or of another one under its name, of which nothing may be staged.
-        It has nothing yet."""
+        """Take part in the updates of one more model, or of another model under a known name, for which nothing may be
+        staged. The model holds no version yet."""
         self.end_fast_path()
         self.holdings.forget(model_id)
         self.models[model_id] = binding
         self._hello(now)
 
     def unregister(self, model_id: str, now: float) -> None:
-        """Take part in the updates of one model less. What the gate has begun with still goes there."""
+        """Take part in the updates of one model less. An update that the gate has begun with still reaches it."""
         self.end_fast_path()
         del self.models[model_id]
         self.staged.leave_out(model_id)
         if self.held is not None and model_id in self.held.parts:
-            self._abandon_held()  # its trainer sends what is left of it again
+            self._abandon_held()  # the trainer stages it again for the other models
         self.session.forget(model_id)
-        self.failure = None  # what has failed together with others comes again to these
+        self.failure = None  # the other models' parts of a failed update come again
         self._hello(now)
 
     def restore(self, epoch: messages.Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
-        """A relay begins with these versions, as if they had come. Takes over a reference to each slab."""
+        """In a relay: begin with these versions, as if they had come. Takes over a reference to each slab."""
         self.session.epoch = epoch
         self.holdings.adopt_epoch(epoch)
         for model_id, (version, slab) in kept.items():
@@ -159,7 +159,7 @@ class Worker:
             self.holdings.held[model_id] = (epoch, version, slab)
 
     def check_again(self, model_id: str, now: float) -> None:
-        """If the trainer's layout has not fitted this model, and does by now, let the trainer show it once more."""
+        """If this model has refused the trainer's layout, and it fits by now, have the trainer show it again."""
         if self.session.fits_by_now(model_id):
             self.end_fast_path()
             self._hello(now)
@@ -181,7 +181,7 @@ class Worker:
         self._report_applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised; see :meth:`Holdings.failed`."""
+        """Applying has raised this error; see :meth:`Holdings.failed`."""
         if staging.abandoned:
             return
         if staging in self.staged:
@@ -197,8 +197,8 @@ class Worker:
         return (ready > 0 and version in (None, ready)) or version == self.holdings.version(model_id) != 0
 
     def take(self, model_id: str, version: int | None = None) -> Taken:
-        """Take the newest update of this model that is staged, or exactly this version, which may be applied already.
-        It is here: :meth:`has`. Raises RuntimeError: one is taken already."""
+        """Take the newest staged update of this model, or exactly this version, which may be applied already. The
+        caller has checked by :meth:`has` that it is here. Raises RuntimeError if one is taken already."""
         if self.taken is not None:
             raise RuntimeError("one version is taken already: leave its block before you take another one")
         self.end_fast_path()
@@ -217,11 +217,11 @@ class Worker:
         return 0 if newest is None else newest.parts[model_id].version
 
     def why_not_taken(self, model_id: str, version: int | None = None) -> Exception | None:
-        """Why what is not here to be taken will not come: it was replaced, or could not be staged; None: it may."""
+        """Why an update that is not here to take never will be: it was replaced, or failed; None: it may come."""
         failed, error, where = self.holdings.error.get(model_id, (0, None, None))
         target = self.targets.get(model_id, 0)
         if error is not None and failed == (version or target):
-            return error.with_traceback(where)  # without the frames of those that it has been raised to before
+            return error.with_traceback(where)  # without the frames of callers that it was raised to before
         there = max(self._newest_staged(model_id), self.holdings.version(model_id))
         coming = () if self.incoming is None else [part.version for part in self.incoming.parts]
         if version is None or version >= max(there, target) or (version > there and version in coming):
@@ -230,8 +230,8 @@ class Worker:
         return Superseded(f"version {version} of {model_id!r} was replaced: there is version {newest}", newest)
 
     def give_back(self, taken: Taken, error: BaseException | None = None, *, unused: bool = False) -> bool:
-        """The user's code is done with it: it has applied it, or could not, and may take it again; ``unused``: it did
-        not try. Returns whether its trainer is still the one that counts."""
+        """The user's code has applied what it took; or it failed with ``error``, or did not try (``unused``), and may
+        take it again. Returns whether the update's trainer is still the current one."""
         assert taken is self.taken
         self.taken, staging = None, taken.staging
         counts = staging.epoch == self.session.epoch
@@ -251,8 +251,8 @@ class Worker:
         return counts
 
     def answer(self, question: Verify, version: int, digests: Sequence[bytes], problem: str = "") -> None:
-        """What a model holds: a digest of each tensor, in the order of the layout of this version, or why there is
-        nothing to compare. Of no use once another question has come."""
+        """Answer with a digest of each tensor that the model holds, in the order of this version's layout, or with why
+        there is nothing to compare. Does nothing once another question has come."""
         if self.open_question is not None and self.open_question.number == question.number:
             self.open_question, self._answer = None, (question, version, digests, problem)
             self._send_digests(question.start)
@@ -263,7 +263,7 @@ class Worker:
         self.leaving = True
 
     def bye(self, message: str, *, reads: bool = False) -> None:
-        """Leave. ``reads``: some leased slabs are in use all the same, until this process ends."""
+        """Leave. ``reads``: some leased slabs stay in use until this process ends."""
         self._drop_incoming()
         self.session.send_bye(message, reads=reads)
 
@@ -277,14 +277,14 @@ class Worker:
         self.pool.close()
 
     def is_connected(self, model_id: str) -> bool:
-        """True if the trainer serves this model, and this worker has applied, or may take, what there is."""
+        """True if the trainer serves this model, and this worker has applied, or may take, what weights there are."""
         session = self.session
         if not session.welcomed or model_id not in session.served:
             return False
         return self.takes or not session.served[model_id] or self.holdings.version(model_id) > 0
 
     def tick(self, now: float) -> None:
-        """Repeat what has got no answer."""
+        """Repeat HELLO and FETCH if they got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
         if self.session.is_hello_due(now):
@@ -293,7 +293,7 @@ class Worker:
         self._restart_stalled(now)
 
     def _hello(self, now: float) -> None:
-        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
+        # With this HELLO the trainer releases what is under way, so those bytes may change.
         if self.session.online:
             self._drop_incoming()
             self.session.send_hello(self.holdings.versions, self.serial, now, takes=self.takes)
@@ -301,7 +301,7 @@ class Worker:
     # -- what comes from the trainer -----------------------------------------------------------------------------------
 
     def receive(self, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
+        """Handle one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
         another epoch, or not for a worker."""
         if self.fast_path is not None:
             self.end_fast_path()
@@ -351,7 +351,7 @@ class Worker:
 
     def _on_verify(self, question: Verify) -> None:
         if question.nonce != self.session.nonce:
-            return  # it is for a worker behind this relay
+            return  # this relay passes it on to one of its workers
         if self._answer is not None and self._answer[0].number == question.number:
             self._send_digests(question.start)
         elif question.number > self._last_question:  # an older one may come late
@@ -365,12 +365,12 @@ class Worker:
         self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[: messages.MAX_TEXT]))
 
     def _adopt_epoch(self) -> None:
-        """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
+        """Forget what came from the trainer before. The models keep what they hold."""
         self._drop_incoming()
         self._abandon_held()
         self.staged.abandon()
         self.holdings.adopt_epoch(self.session.epoch)
-        self.serial, self.failure = 0, None  # it counts its updates afresh
+        self.serial, self.failure = 0, None  # the new trainer's serials start again
         self.targets = {}
         self.open_question, self._answer, self._last_question = None, None, 0
         assert self.session.epoch is not None
@@ -379,9 +379,9 @@ class Worker:
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
     ) -> None:
-        """``pushed``: what it lacks goes to all subscribers."""
+        """``pushed``: its bytes are pushed to all subscribers."""
         if update.serial <= self.serial:
-            return  # a duplicate, or overtaken by a newer one
+            return  # a duplicate, or older than one that has come
         if self.leaving:
             self.serial = update.serial
             return
@@ -398,7 +398,7 @@ class Worker:
             incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
         except ProtocolError:
             raise
-        except Exception as error:  # no memory, or no access to the trainer's: the trainer learns of it
+        except Exception as error:  # e.g. out of memory, or no access to the trainer's
             self.serial = update.serial
             self._report_parts_failed(update.serial, update.parts, error)
             return
@@ -431,7 +431,7 @@ class Worker:
                 self._grant_credit(share)
 
     def _on_commit(self, commit: messages.Update, now: float) -> None:
-        """Apply what is held. A worker that does not hold just this has missed something, as PONG will show."""
+        """Apply what is held. If the worker does not hold exactly this, it has missed a message, as PONG will show."""
         held, versions = self.held, {self.session.local(part.model_id): part.version for part in commit.parts}
         self._drop_incoming()
         self.serial, self.base = commit.serial, None
@@ -460,7 +460,7 @@ class Worker:
             held.abandon()
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
-        """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.membership`."""
+        """Handle a message to many workers at once; see :mod:`asyncsync.protocol.membership`."""
         mine, excluded = self.session.nonce[-messages.NONCE_END :], cast.excluded
         if cast.since != self.serial:
             return
@@ -476,7 +476,7 @@ class Worker:
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.serial:
-            if self.steady(again.serial) is not None:  # an interrupt came between applying and reporting it
+            if self.steady(again.serial) is not None:  # an interrupt struck between applying and reporting it
                 self.session.send(messages.Applied.at_once(again.epoch, again.serial))
             return
         if self.base is None or self.base[0] != again.since or self.serial != again.since:
@@ -499,8 +499,8 @@ class Worker:
             update.release()
 
     def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if
-        it is malformed, of another epoch, or neither CHUNK nor DROP."""
+        """Handle one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if it
+        is malformed, of another epoch, or neither CHUNK nor DROP."""
         if not isinstance(instruction, Chunk | messages.Drop):
             raise ProtocolError(f"{type(instruction).__name__} from a process that only serves shares")
         if instruction.epoch != self.session.epoch:
@@ -510,7 +510,7 @@ class Worker:
             return
         if isinstance(instruction, messages.Drop):
             if instruction.version == share.serial:
-                self._drop_incoming()  # there is a newer one, which has still to be announced
+                self._drop_incoming()  # the trainer has retired that version, and will announce a newer one
         elif instruction.serial == share.serial:
             self._write(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
 
@@ -530,7 +530,7 @@ class Worker:
         if chunk.base is not None:
             base = update.base(chunk.part, chunk.offset, chunk.size)
             if base is None:
-                return  # it was sent before the trainer knew that this base does not fit
+                return  # the trainer sent it before it learnt that this base does not fit
             if zlib.adler32(base.data) != chunk.base:
                 self._fetch_without_bases(update, now)
                 return
@@ -543,7 +543,7 @@ class Worker:
             raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
 
     def _fetch_without_bases(self, update: IncomingUpdate, now: float) -> None:
-        """This worker's base is not what the trainer takes it for: somebody has written into it."""
+        """Fetch the rest as it is, because some code has written into this worker's base."""
         update.forget_bases()
         update.restarts += 1
         update.last_progress = now
@@ -564,7 +564,7 @@ class Worker:
         if self._stage_if_complete():
             return
         if update.after_gap and update.gap_requested_to < update.after_gap[0][0]:
-            # Some of what is pushed has been lost: fetch just that.
+            # The gap was pushed, and got lost: fetch just that.
             update.restarts += 1
             update.gap_requested_to = update.after_gap[0][0]
             restart = update.restarts, update.received
@@ -575,9 +575,9 @@ class Worker:
             self._grant_credit(update)
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
-        """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
+        """A transport has brought one part of :attr:`fetches`, or failed to. Releases the entry's reference."""
         update = self.incoming
-        # Serial numbers begin again with every trainer; a slab is one part of one update.
+        # Compare slabs, because serials start again with every trainer.
         wanted = update is not None and any(slab is one for one in update.slabs)
         slab.release()
         if update is None or not wanted:
@@ -599,7 +599,7 @@ class Worker:
             update.fruitless_restarts += 1
             update.last_progress = now
             if update.fruitless_restarts > FRUITLESS_RESTARTS:
-                # The trainer does not know this update any more; PONG will show it that nothing is under way.
+                # The trainer no longer knows this update. PONG will show it that nothing is under way.
                 self._drop_incoming()
                 return
             self._grant_credit(update)
@@ -638,12 +638,12 @@ class Worker:
     def _base(self, part: Part, layout: Layout) -> Slab | None:
         model_id = self.session.local(part.model_id)
         slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
-        # What the trainer has leased to this worker it may write again; a relay's own slots are leased to others.
+        # The trainer may overwrite a slab that it leases to this worker. Slots that a relay leases to others stay.
         leased = any(slab is one for one in self.holdings.leased.values())
         return None if slab is None or leased or slab.layout.digest != layout.digest else slab
 
     def _stage_if_complete(self) -> bool:
-        """Once all bytes are here: convert, check, and wait for the gate, or for COMMIT."""
+        """If all bytes are here, convert and check them, then queue them for the gate, or hold them for COMMIT."""
         update = self.incoming
         if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
             return False
@@ -661,7 +661,7 @@ class Worker:
                     prepared = self.models[model_id].prepare(slab)
                     metadata = update.metadata
                     ready[model_id] = StagedPart(part.version, slab.retain(), prepared, part.origin, metadata)
-        except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
+        except Exception as error:  # a strategy's convert is the user's code: report its failure to the trainer
             for one in ready.values():
                 one.slab.release()
             self._report_parts_failed(update.serial, update.parts, error)
@@ -681,7 +681,7 @@ class Worker:
         return True
 
     def enqueue(self, staging: Staging) -> None:
-        """Have this go through the gate, after what is staged already."""
+        """Queue this update for the gate, behind those that are staged already."""
         self.staged.enqueue(staging)
         self._report_staged(staging)
 
@@ -694,7 +694,7 @@ class Worker:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def _lease_report(self) -> tuple[int, messages.InUse]:
-        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.targets`."""
+        """``last`` and ``in_use`` of a report: see :mod:`asyncsync.protocol.targets`."""
         holdings = self.holdings
         holdings.is_report_due = False
         if holdings.leased:
@@ -702,7 +702,7 @@ class Worker:
         return self.serial, tuple(holdings.leased)
 
     def flush(self) -> None:
-        """Before sending: report slabs that nothing else has reported."""
+        """Before sending: report released slabs that no other message has reported."""
         session, holdings = self.session, self.holdings
         if holdings.is_report_due and session.epoch is not None and session.ended is None:
             before = len(holdings.leased)
@@ -713,9 +713,8 @@ class Worker:
     def _report_versions(self) -> None:
         session = self.session
         assert session.epoch is not None
-        session.send(
-            messages.Applied(session.epoch, session.to_trainer_names(self.holdings.versions), *self._lease_report())
-        )
+        versions = session.to_trainer_names(self.holdings.versions)
+        session.send(messages.Applied(session.epoch, versions, *self._lease_report()))
 
     def _report_applied(self, staging: Staging) -> None:
         session, holdings = self.session, self.holdings
@@ -727,9 +726,9 @@ class Worker:
         outbox = session.outbox
         at_once = bool(outbox) and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial
         if at_once:
-            outbox.pop()  # APPLIED reports it, too
+            outbox.pop()  # APPLIED says that, too
         serial, in_use = self._lease_report()
-        # Of an update of several parts, some may have been left out here, which the short form cannot say.
+        # The short form speaks for one part. Of several parts, this worker may have left some out.
         is_whole = self.base is not None and self.base[0] == staging.serial
         if at_once and is_whole and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
@@ -757,7 +756,7 @@ class Worker:
         session.send(self.failure)
 
     def _send_pong(self, ping: messages.Ping) -> None:
-        # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
+        # An UPDATE that was sent before this PING and is not here counts as lost, so that its leases can end.
         self.serial = max(self.serial, ping.serial)
         session = self.session
         if self.failure is not None:
@@ -773,7 +772,7 @@ class Worker:
     # -- the fast path -------------------------------------------------------------------------------------------------
 
     def steady(self, serial: int) -> tuple[str, Part] | None:
-        """Model and part of the AGAIN of this serial, if that is applied and reported, and nothing else is going on."""
+        """Model and part of the AGAIN of this serial, if it is applied and reported, and nothing else is under way."""
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None
