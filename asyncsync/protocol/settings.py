@@ -18,7 +18,7 @@ class Identity:
     namespace: int = 0
 
     def is_beside(self, pid: int, boot: str, namespace: int) -> bool | None:
-        """Whether that process is on this host and in this pid namespace, so that its pid can be watched; None: unknown."""
+        """Whether that process shares this host and pid namespace, so that its pid can be watched; None: unknown."""
         if not (pid and self.boot and boot):
             return None
         return self.boot == boot and self.namespace == namespace

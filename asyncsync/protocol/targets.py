@@ -233,7 +233,7 @@ class Publication:
         deadline: when it stops waiting for workers that do not answer.
         stages: it becomes the target when it is committed, not when it is accepted.
         awaiting: the workers that have still to accept its layouts.
-        first_version: the oldest publication that it has replaced while that was pending; else its own version.
+        oldest: the oldest publication that it has replaced while that was pending; else its own version.
         on_target: called when it becomes the target.
         targets: what it brings to each model, without what a newer publication has replaced; empty once it is current.
     """
@@ -246,7 +246,7 @@ class Publication:
     metadata: bytes = b""
     stages: bool = False
     awaiting: set[int] = field(default_factory=set)
-    first_version: int = 0
+    oldest: int = 0
     on_target: Callable[[], object] | None = None
     targets: dict[str, ByWorker] = field(default_factory=dict)
 
@@ -319,23 +319,21 @@ class Targets:
         version = self.version + 1 if version is None else version
         self.version = max(self.version, version)
         mappings = [slabs for slabs in parts.values() if isinstance(slabs, Mapping)]
-        chosen = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
+        only = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
         entries: list[tuple[str, int | None, Slab]] = []
         for model_id, slabs in parts.items():
             if isinstance(slabs, Mapping):
                 entries += [(model_id, worker, slab) for worker, slab in slabs.items()]
             else:
-                entries += [(model_id, worker, slabs) for worker in ([None] if chosen is None else chosen)]
+                entries += [(model_id, worker, slabs) for worker in ([None] if only is None else only)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
-        publication = Publication(
-            version, frozenset(parts), layouts, whom, deadline, metadata, stages, first_version=version
-        )
+        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, oldest=version)
         self._withdraw(version)  # of which a relay may have got another model before
         for older in list(self.pending.values()):
-            if (older.layouts, older.workers) == (publication.layouts, chosen) and not stages:
+            if (older.layouts, older.workers) == (publication.layouts, only) and not stages:
                 # The layouts and workers are the same, so a silent worker has kept the older one waiting already.
                 publication.deadline = min(deadline, older.deadline)
-                publication.first_version = min(publication.first_version, older.first_version)
+                publication.oldest = min(publication.oldest, older.oldest)
                 self._withdraw(older.version)
         for model_id, worker, slab in entries:
             self.models.setdefault(model_id, Model())
@@ -359,7 +357,7 @@ class Targets:
             if self.keeps_bases and before is not None and common is not None:
                 before.slab.stand_alone()  # it gives up its own base
                 common.slab.follow(before.version, before.slab)
-            self._release_targets([model_id], range(publication.version), targets)
+            self._release([model_id], range(publication.version), targets)
             model.current |= targets
         publication.targets = {}
         if publication.on_target is not None:
@@ -399,7 +397,7 @@ class Targets:
         self._withdraw(publication.version)
 
     def _withdraw(self, version: int) -> None:
-        self._release_targets(self.models, range(version, version + 1))
+        self._release(self.models, range(version, version + 1))
         self.pending.pop(version, None)
         if self.is_staged(version):
             self.staged = None
@@ -477,7 +475,7 @@ class Targets:
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
-    def current_and_upcoming(self, worker: int, model_id: str) -> list[Target]:
+    def all_targets(self, worker: int, model_id: str) -> list[Target]:
         now = self.target(worker, model_id)
         return [*([] if now is None else [now]), *self.upcoming(worker, model_id)]
 
@@ -551,7 +549,7 @@ class Targets:
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this worker will get neither this version of these models nor the one that has replaced it."""
         for publication, refuser, reason in reversed(self._rejections):
-            if not publication.first_version <= version <= publication.version or publication.models.isdisjoint(models):
+            if not publication.oldest <= version <= publication.version or publication.models.isdisjoint(models):
                 continue
             if publication.workers is None or worker in publication.workers:
                 if worker == refuser:
@@ -587,9 +585,7 @@ class Targets:
             yield self.models[model_id].current
             yield from (p.targets[model_id] for p in self._upcoming_publications() if model_id in p.targets)
 
-    def _release_targets(
-        self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)
-    ) -> None:
+    def _release(self, models: Collection[str], versions: range, workers: Container[int | None] = (None,)) -> None:
         """Drop the targets of these versions for these workers; if None is among them, for all."""
         for targets in self._target_maps(models):
             for worker in [
@@ -598,7 +594,7 @@ class Targets:
                 targets.pop(worker).slab.release()
 
     def close(self) -> None:
-        self._release_targets(self.models, range(self.version + 1))
+        self._release(self.models, range(self.version + 1))
         self.pending.clear()
 
 

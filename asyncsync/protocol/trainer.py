@@ -240,10 +240,7 @@ class Trainer:
             raise ProtocolError(f"{kind.__name__} of another epoch from {sender}")
         if isinstance(instruction, messages.Released):  # perhaps from a worker that is no peer any more
             self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
-        if (
-            newcomer is not None
-            and (entered := self.membership.receive_from_newcomer(newcomer, instruction, now)) is not None
-        ):
+        if newcomer is not None and (entered := self.membership.on_newcomer(newcomer, instruction, now)) is not None:
             assert isinstance(instruction, messages.Ready)
             self._on_ready(entered, instruction)
         if peer is None:
@@ -328,9 +325,7 @@ class Trainer:
         peer.ready, peer.opens = True, ready.opens
         # Of the layouts that it accepted before, only those of targets can matter again.
         peer.accepted &= {
-            (m, t.slab.layout.digest)
-            for m in peer.hello.have
-            for t in self.targets.current_and_upcoming(peer.worker, m)
+            (m, t.slab.layout.digest) for m in peer.hello.have for t in self.targets.all_targets(peer.worker, m)
         }
         for layout in ready.digests.items():
             peer.accepted.add(layout)
@@ -534,7 +529,7 @@ class Trainer:
             return  # a worker that gets no WELCOME from this relay tries the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
-            targets = self.targets.current_and_upcoming(peer.worker, model_id) if model_id in peer.hello.have else []
+            targets = self.targets.all_targets(peer.worker, model_id) if model_id in peer.hello.have else []
             open_ones = (t.slab.layout for t in targets if not peer.has_answered(model_id, t.slab.layout.digest))
             layout = next(open_ones, targets[-1].slab.layout if targets else None)
             models[model_id] = b"" if layout is None else layout.digest

@@ -76,7 +76,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "self._release_targets(self.models, range(version, version + 1))", "pass")
+        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -105,7 +105,7 @@ MUTATIONS = {
         (
             Targets,
             "publish",
-            "(older.layouts, older.workers) == (publication.layouts, chosen)",
+            "(older.layouts, older.workers) == (publication.layouts, only)",
             "older.models & publication.models",
         )
     ],
