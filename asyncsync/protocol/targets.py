@@ -327,7 +327,7 @@ class Targets:
             else:
                 entries += [(model_id, worker, slabs) for worker in ([None] if only is None else only)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
-        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, oldest=version)
+        publication = Publication(version, frozenset(parts), layouts, only, deadline, metadata, stages, oldest=version)
         self._withdraw(version)  # of which a relay may have got another model before
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, only) and not stages:
