@@ -27,18 +27,7 @@ KEPT_LAYOUTS = 4
 
 @dataclass(eq=False)
 class Session:
-    """One worker incarnation's sessions, one after the other.
-
-    Attributes:
-        outbox: the messages to send, in order; ``send`` appends one.
-        epoch: the trainer's; None: there has been none.
-        trainer: its last WELCOME.
-        served: per model that the trainer serves, the digest of its layout; empty: it has no weights yet.
-        reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
-        attempt: the number of the last HELLO.
-        ended: why no more messages will come; None while the session may go on.
-        refused: per model, why its layout does not fit; cleared by a layout that fits.
-    """
+    """One worker incarnation's sessions, one after the other."""
 
     worker: int
     nonce: bytes
@@ -47,16 +36,16 @@ class Session:
     _models: Mapping[str, Binding]
     role: str
     _memory: Memory
-    outbox: deque[Instruction] = field(default_factory=deque)
-    epoch: Epoch | None = None
-    trainer: Welcome | None = None
+    outbox: deque[Instruction] = field(default_factory=deque)  # send() appends a message
+    epoch: Epoch | None = None  # the trainer's; None: there has been none
+    trainer: Welcome | None = None  # its last WELCOME
     online: bool = False
     welcomed: bool = False
-    served: dict[str, bytes] = field(default_factory=dict)
-    reconnects: bool = False
-    attempt: int = 0
-    ended: WeightSyncError | None = None
-    refused: dict[str, SchemaMismatch] = field(default_factory=dict)
+    served: dict[str, bytes] = field(default_factory=dict)  # per model, its layout's digest; empty: no weights yet
+    reconnects: bool = False  # whether to wait for another trainer after this one's BYE, as after its crash
+    attempt: int = 0  # the number of the last HELLO
+    ended: WeightSyncError | None = None  # why no more messages will come
+    refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # cleared by a layout that fits
     _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, the last few that fit
     _refused_layouts: dict[str, Layout] = field(default_factory=dict)
     _nameless: bool = False
@@ -253,24 +242,16 @@ class StagedPart:
 
 @dataclass(eq=False)
 class Staging:
-    """The parts of one update, complete and checked, that go into the models together: all of them, or none.
-
-    Attributes:
-        abandoned: it was replaced or withdrawn before the gate began with it, so :meth:`run` does nothing.
-        over: the gate has finished with it, perhaps in another thread.
-        seen_by_loop: the event loop has noticed that.
-        error: why it could not be applied, once it is over.
-        is_begun: the gate has begun with it.
-    """
+    """The parts of one update, complete and checked, that go into the models together: all of them, or none."""
 
     epoch: Epoch
     serial: int
     parts: dict[str, StagedPart]
-    abandoned: bool = False
-    over: bool = False
-    seen_by_loop: bool = False
-    error: Exception | None = None
-    is_begun: bool = False
+    abandoned: bool = False  # it was replaced or withdrawn before the gate began with it, so run() does nothing
+    over: bool = False  # the gate has finished with it, perhaps in another thread
+    seen_by_loop: bool = False  # the event loop has noticed that
+    error: Exception | None = None  # why it could not be applied, once it is over
+    is_begun: bool = False  # the gate has begun with it
     # The last reader to leave the gate may run this in its thread while the event loop replaces it.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -48,18 +48,14 @@ KEPT_ANNOUNCEMENTS = 8  # whose recipients are remembered
 
 @dataclass(eq=False)
 class Newcomer:
-    """A process that wants the place of a worker; ``peer`` is made from its last HELLO.
-
-    The ``holder`` of the place keeps it by answering the PING of the number ``ping``. If it stays silent, the newcomer
-    is sent a WELCOME, at ``welcomed_at``; None: not yet.
-    """
+    """A process that wants the place of a worker. It is sent a WELCOME if the holder of the place stays silent."""
 
     holder: Peer
-    peer: Peer
-    ping: int
+    peer: Peer  # made from the newcomer's last HELLO
+    ping: int  # the holder keeps its place by answering this PING
     checked: float  # when the holder's silence was counted last
     _patience: float = PATIENCE
-    welcomed_at: float | None = None
+    welcomed_at: float | None = None  # None: not yet
 
     def count_silence(self, now: float) -> bool:
         """Count the holder's silence since the last call. True: it has been silent for too long."""
@@ -70,40 +66,26 @@ class Newcomer:
 
 @dataclass(eq=False)
 class Membership:
-    """The workers of one trainer. ``_welcome`` sends a worker its WELCOME.
+    """The workers of one trainer."""
 
-    Attributes:
-        epoch: is raised above that of an earlier trainer.
-        peers: by index, including lost ones; an elastic trainer forgets those after a while.
-        gone: by index, why elastic workers were lost that the trainer has forgotten.
-        outbox: ``(route, instruction, payload frames)`` to send, in order.
-        turned_away: why the last process was refused that asked to be a worker.
-        refused: how many were refused, by reason.
-        unwatched: the local incarnations whose end would go unnoticed; the shell sets it.
-        fanout_port: where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere.
-        shortage: why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
-        relayed_workers: the workers that relays serve, by index; see :mod:`asyncsync.protocol.relays`.
-        follows: True in a relay: another sender numbers the versions, so a worker may know newer ones.
-    """
-
-    epoch: Epoch
+    epoch: Epoch  # raised above that of an earlier trainer
     identity: Identity
     num_workers: int | None
     settings: Settings
     _targets: Targets
-    _welcome: Callable[[Peer], None]
-    peers: dict[int, Peer] = field(default_factory=dict)
+    _welcome: Callable[[Peer], None]  # sends a worker its WELCOME
+    peers: dict[int, Peer] = field(default_factory=dict)  # by index; an elastic trainer forgets lost ones after a while
     routes: dict[bytes, Peer] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
-    relayed_workers: dict[int, Peer] = field(default_factory=dict)
-    follows: bool = False
-    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)
-    turned_away: str = ""
-    refused: Counter[str] = field(default_factory=Counter)
-    fanout_port: int = 0
-    unwatched: set[bytes] = field(default_factory=set)
-    shortage: str = ""
-    _superseded: dict[bytes, None] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)  # why elastic workers were lost that were forgotten since
+    relayed_workers: dict[int, Peer] = field(default_factory=dict)  # by index; see asyncsync.protocol.relays
+    follows: bool = False  # another sender numbers the versions (in a relay), so a worker may know newer ones
+    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # with the route
+    turned_away: str = ""  # why the last process was refused that asked to be a worker
+    refused: Counter[str] = field(default_factory=Counter)  # how many were, by reason
+    fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
+    unwatched: set[bytes] = field(default_factory=set)  # local incarnations whose end the shell would not notice
+    shortage: str = ""  # why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
+    _superseded: dict[bytes, None] = field(default_factory=dict)  # the nonces of earlier incarnations
     _newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the index that they want
 
     # -- which workers are there ------------------------------------------------------------------------------------

@@ -34,51 +34,31 @@ MAX_UNANSWERED_WELCOMES = 2
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One worker incarnation.
-
-    Attributes:
-        route: the connection that reaches it at present.
-        local: whether it is a process beside this one (:meth:`Identity.is_beside`).
-        opens: whether it may open the trainer's memory, if it is local.
-        applied: per model, the version that it holds.
-        staged: per model, the version that it has ready.
-        held: per model, the staged version that it keeps until COMMIT.
-        taken: per model, the version that its user's code had taken when it last answered a PING.
-        failed: by model and version, why it could not apply that version, or not stage it for a COMMIT.
-        accepted: ``(model_id, digest)`` of the layouts that fit its models.
-        refused: by ``(model_id, digest)``, why the other layouts do not fit.
-        shown_layouts: per model, the digest in its last WELCOME.
-        shown: by layout, the number of the first WELCOME whose refusal counts.
-        serial: of the latest announcement that it was sent; 0: none since it came from another sender.
-        previous_serial: of the announcement before that.
-        codec: compresses what it fetches; empty: none does.
-        relay: the index of the relay that it is behind; None: it is connected to this sender.
-        is_worker: whether it has one of the workers' places; relays and guests have none.
-    """
+    """One worker incarnation. A layout is a ``(model_id, digest)``."""
 
     worker: int
     nonce: bytes
-    route: bytes
+    route: bytes  # of its connection at present
     hello: Hello
-    local: bool | None
+    local: bool | None  # whether it is a process beside this one (Identity.is_beside)
     last_seen: float
-    applied: dict[str, int] = field(default_factory=dict)
-    staged: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)
-    accepted: set[tuple[str, bytes]] = field(default_factory=set)
-    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
-    shown_layouts: dict[str, bytes] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)  # per model, the version that it holds
+    staged: dict[str, int] = field(default_factory=dict)  # per model, the version that it has ready
+    held: dict[str, int] = field(default_factory=dict)  # per model, the staged version that it keeps until COMMIT
+    taken: dict[str, int] = field(default_factory=dict)  # what its user's code had taken at the last PONG
+    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)  # by model and version: applying or staging
+    accepted: set[tuple[str, bytes]] = field(default_factory=set)  # the layouts that fit its models
+    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)  # why other layouts do not fit
+    shown_layouts: dict[str, bytes] = field(default_factory=dict)  # in its last WELCOME
     welcomes: int = 0
     unanswered_welcomes: int = 0
-    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
-    welcome_after_ping: int = 0
-    ready: bool = False
-    opens: bool = True
+    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)  # the first WELCOME whose refusal counts
+    welcome_after_ping: int = 0  # the last PING before the last WELCOME
+    ready: bool = False  # whether it has answered a WELCOME
+    opens: bool = True  # whether it may open this process's memory, if it is local
     transfer: Transfer | None = None
-    lost: str | None = None
-    lost_at: int = 0
+    lost: str | None = None  # why
+    lost_at: int = 0  # the last version that a publication had been given
     lost_since: float = 0.0
     slow: bool = False
     unreachable_since: float | None = None
@@ -86,11 +66,11 @@ class Peer:
     pong_seq: int = 0
     last_ping: float = 0.0
     bytes_sent: int = 0
-    serial: int = 0
-    previous_serial: int = 0
-    relay: int | None = None
-    codec: str = ""
-    is_worker: bool = field(init=False)
+    serial: int = 0  # of the last announcement that it was sent; 0: none since it came from another sender
+    previous_serial: int = 0  # of the announcement before that
+    relay: int | None = None  # the index of the relay that it is behind; None: it is connected to this sender
+    codec: str = ""  # compresses what it fetches; empty: none does
+    is_worker: bool = field(init=False)  # whether it has a worker's place; relays and guests have none
 
     def __post_init__(self) -> None:
         self.is_worker = self.worker < FIRST_GUEST
@@ -225,29 +205,19 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One call of publish.
-
-    Attributes:
-        layouts: ``(model_id, digest)`` of all its parts.
-        workers: that it is for; None: all.
-        deadline: when it stops waiting for workers that do not answer.
-        stages: it becomes the target when it is committed, not when it is accepted.
-        awaiting: the workers that have still to accept its layouts.
-        oldest: the oldest publication that it has replaced while that was pending; else its own version.
-        on_target: called when it becomes the target.
-        targets: what it brings to each model, without what a newer publication has replaced; empty once it is current.
-    """
+    """One call of publish."""
 
     version: int
     models: frozenset[str]
     layouts: frozenset[tuple[str, bytes]]
-    workers: frozenset[int] | None
-    deadline: float
+    workers: frozenset[int] | None  # that it is for; None: all
+    deadline: float  # when it stops waiting for workers that do not answer
     metadata: bytes = b""
-    stages: bool = False
-    awaiting: set[int] = field(default_factory=set)
-    oldest: int = 0
-    on_target: Callable[[], object] | None = None
+    stages: bool = False  # it becomes the target when it is committed, not when it is accepted
+    awaiting: set[int] = field(default_factory=set)  # the workers that have still to accept its layouts
+    oldest: int = 0  # the oldest version that it has replaced while that was pending; else its own
+    on_target: Callable[[], object] | None = None  # called when it becomes the target
+    # Per model, without what a newer publication has replaced; empty once this one is current.
     targets: dict[str, ByWorker] = field(default_factory=dict)
 
 

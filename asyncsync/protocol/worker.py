@@ -45,26 +45,18 @@ class FastPath(Protocol):
 
 
 class Relaying:
-    """Hooks for a relay, which passes on to other workers what its own worker receives. A hook that keeps slabs of an
-    update takes references of its own. These hooks do nothing."""
+    """Hooks for a relay, which passes on to other workers what its own worker receives. These do nothing.
 
-    def epoch_began(self, epoch: Epoch) -> None:
-        """A new trainer's epoch has begun. None of its updates has come yet."""
+    An update that has begun may be complete already. One that has ended is complete, or never will be. A hook that
+    keeps slabs takes references of its own. ``message_received`` comes after the worker has handled the message.
+    """
 
-    def message_received(self, upstream: Worker, message: Instruction, now: float) -> None:
-        """The worker has handled this message of the trainer's."""
-
-    def update_began(self, update: IncomingUpdate) -> None:
-        """An update was announced. A small one is complete already."""
-
-    def bytes_arrived(self, update: IncomingUpdate) -> None:
-        """More bytes of the update have come."""
-
-    def update_committed(self, held: Staging, now: float) -> None:
-        """COMMIT has come for this update, which the worker held."""
-
-    def update_ended(self, update: IncomingUpdate) -> None:
-        """The update is complete, or never will be."""
+    def epoch_began(self, epoch: Epoch) -> None: ...
+    def message_received(self, upstream: Worker, message: Instruction, now: float) -> None: ...
+    def update_began(self, update: IncomingUpdate) -> None: ...
+    def bytes_arrived(self, update: IncomingUpdate) -> None: ...
+    def update_ended(self, update: IncomingUpdate) -> None: ...
+    def update_committed(self, held: Staging, now: float) -> None: ...
 
 
 class Worker:
