@@ -490,22 +490,19 @@ class Progress:
             if not mine:
                 return PeerLost(f"worker {worker} does not have this model (any more)")
             return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
-        if peer is None:
-            return self._lost_error(worker, self._membership.gone.get(worker))
-        has = {m: peer.applied_or_staged(m) if staged else peer.applied.get(m, 0) for m in targets}
-        if waits_for_commit:
-            has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
-        if has and all(v >= version for v in has.values()):
-            return min(has.values())
-        for m, target in targets.items():
-            if has[m] < version:
-                error = self.refusal(peer, target) or self._failure(peer, m, target.version)
-                if error is not None:
-                    return error
-        return self._lost_error(worker, peer.lost)
-
-    def _lost_error(self, worker: int, reason: str | None) -> PeerLost | None:
-        return None if reason is None else PeerLost(f"worker {worker} is lost: {reason}")
+        if peer is not None:
+            has = {m: peer.applied_or_staged(m) if staged else peer.applied.get(m, 0) for m in targets}
+            if waits_for_commit:
+                has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
+            if has and all(v >= version for v in has.values()):
+                return min(has.values())
+            for m, target in targets.items():
+                if has[m] < version:
+                    error = self.refusal(peer, target) or self._failure(peer, m, target.version)
+                    if error is not None:
+                        return error
+        lost = self._membership.gone.get(worker) if peer is None else peer.lost
+        return None if lost is None else PeerLost(f"worker {worker} is lost: {lost}")
 
     def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
         """Why a worker, or its relay, failed to apply this version of a model."""
