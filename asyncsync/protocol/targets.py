@@ -286,7 +286,10 @@ class Targets:
     ) -> Publication:
         """Add a pending publication, as the next version, or as one that another sender has given. Takes references of
         its own to the slabs. The caller has dropped what was staged."""
-        version = self.version + 1 if version is None else version
+        if version is None:
+            version = self.version + 1
+        else:
+            self._withdraw(version)  # a relay may have got it before, for another model
         self.version = max(self.version, version)
         mappings = [slabs for slabs in parts.values() if isinstance(slabs, Mapping)]
         only = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
@@ -298,7 +301,6 @@ class Targets:
                 entries += [(model_id, worker, slabs) for worker in ([None] if only is None else only)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
         publication = Publication(version, frozenset(parts), layouts, only, deadline, metadata, stages, oldest=version)
-        self._withdraw(version)  # of which a relay may have got another model before
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, only) and not stages:
                 # The layouts and workers are the same, so a silent worker has kept the older one waiting already.
