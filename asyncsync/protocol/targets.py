@@ -25,7 +25,7 @@ from itertools import chain
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.transfer import Parts, Transfer
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import FIRST_GUEST, Hello
+from asyncsync.wire.messages import FIRST_GUEST, MAX_SERIAL, Hello
 
 KEPT_REFUSALS = 64
 KEPT_REJECTIONS = 16
@@ -620,9 +620,7 @@ class Leases:
             del self.of[nonce]
 
     def release(self, nonce: bytes) -> None:
-        if (leases := self.of.pop(nonce, None)) is not None:
-            for _, slab in leases.slabs.values():
-                slab.release()
+        self.report(nonce, MAX_SERIAL, ())
 
     def close(self) -> None:
         """End all leases: no slab is written again."""
