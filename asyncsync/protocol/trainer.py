@@ -148,10 +148,10 @@ class Trainer:
 
     def _why_not_staged(self, version: int) -> str:
         if self.targets.staged is not None:
-            return f"version {self.targets.staged.version} is"
+            return f"version {self.targets.staged.version} is staged instead"
         if self.published > version:
             return f"it was replaced by version {self.published}"
-        return "it was published" if self.published == version else "nothing is"
+        return "it was published already" if self.published == version else "no version is staged"
 
     def check_staged(self, version: int) -> None:
         if not self.targets.is_staged(version):
@@ -428,7 +428,7 @@ class Trainer:
             self.membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def expel(self, worker: int, why: str, now: float) -> None:
-        """Send a worker away that may not take part any more."""
+        """Send away a worker that may no longer take part."""
         peer = self.peers.get(worker)
         if peer is not None and not peer.lost:
             self.membership.expel(peer, why)
@@ -530,8 +530,8 @@ class Trainer:
         models, layouts = {}, []
         for model_id in self.targets.models:
             targets = self.targets.all_targets(peer.worker, model_id) if model_id in peer.hello.have else []
-            open_ones = (t.slab.layout for t in targets if not peer.has_answered(model_id, t.slab.layout.digest))
-            layout = next(open_ones, targets[-1].slab.layout if targets else None)
+            unanswered = (t.slab.layout for t in targets if not peer.has_answered(model_id, t.slab.layout.digest))
+            layout = next(unanswered, targets[-1].slab.layout if targets else None)
             models[model_id] = b"" if layout is None else layout.digest
             if layout is not None:
                 layouts.append(layout.encoded)
@@ -585,9 +585,9 @@ class Trainer:
         peer = self.peers.get(worker)
         if peer is None:
             # Its relay asks it for agreement. Its refusal stops only the workers behind that relay.
-            behind = self.membership.relayed_workers.get(worker)
-            has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
-            return assembling and not has_answered
+            relayed = self.membership.relayed_workers.get(worker)
+            is_there = relayed is not None and not relayed.lost and relayed.hello.have.keys() >= publication.models
+            return assembling and not is_there
         if not assembling and (peer.lost or peer.slow):
             return False
         for model_id, digest, in_use in self.targets.layouts_of(worker, publication):
