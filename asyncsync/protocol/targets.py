@@ -467,8 +467,8 @@ class Targets:
                 return peer.refused[model_id, digest]
         return None
 
-    def due(self, peer: Peer) -> Parts:
-        """What the next UPDATE brings a worker: the oldest publication that it lacks.
+    def due(self, peer: Peer) -> tuple[Publication | None, Parts]:
+        """What the next UPDATE brings a worker: the oldest publication that it lacks, and its parts of that.
 
         The parts of one publication come together or not at all, and without those of any other, so that one that
         fails holds up no other. A failed part is not sent again before a newer publication replaces it. If a newer
@@ -489,7 +489,7 @@ class Targets:
             if (model_id, target.version) not in peer.failed:
                 fresh.add(target.version)
         if not (fresh := fresh - blocked):
-            return {}
+            return None, {}
         version = min(fresh)
         publications = {t.version: t.publication for t in behind.values()}
         while (
@@ -501,7 +501,7 @@ class Targets:
             & fresh
         ):
             version = max(newer)
-        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+        return publications[version], {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
 
     def due_to_stage(self, peer: Peer) -> Parts:
         """The staged parts for this worker; empty if it holds them already."""

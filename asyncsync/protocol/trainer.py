@@ -27,7 +27,7 @@ from asyncsync.protocol.transfer import Announcement, Parts, Transfer
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
+from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, STAGE, Epoch, Instruction
 
 # Announcements of the previous sender may still reach a worker after its report. The gap keeps our serials off theirs.
 SERIAL_GAP = 1 << 16
@@ -607,12 +607,12 @@ class Trainer:
                 self._announce(peer)
 
     def _announce(self, peer: Peer) -> None:
-        parts = self.targets.due(peer)
-        is_held = bool(parts) and all(peer.held.get(m) == version for m, (version, _) in parts.items())
-        phase = messages.COMMIT if is_held else messages.APPLY
-        if not parts and self.targets.staged is not None:
+        publication, parts = self.targets.due(peer)
+        is_held = all(peer.held.get(m) == version for m, (version, _) in parts.items())
+        phase = COMMIT if is_held else APPLY
+        if not parts and (publication := self.targets.staged) is not None:
             parts, phase = self.targets.due_to_stage(peer), STAGE
-        if not parts:
+        if publication is None or not parts:
             return
         # A relay gets the bytes even on this host, because it passes them on.
         opens = peer.local is True and peer.opens and peer.hello.role != "relay"
@@ -621,10 +621,7 @@ class Trainer:
         form = streams, peer.codec, phase
         if last is None or not last.matches(peer.serial, parts, form):
             self.serial += 1
-            of = self.targets.staged_for if phase == STAGE else self.targets.target
-            target = of(peer.worker, next(iter(parts)))
-            assert target is not None
-            metadata, castable = target.publication.metadata, target.publication.workers is None
+            metadata, castable = publication.metadata, publication.workers is None
             last = self.announcement = Announcement(
                 self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
             )

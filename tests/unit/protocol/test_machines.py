@@ -32,8 +32,9 @@ RUNS = 1500  # at most, until a mutation must have been noticed
 GIVE = "; self.leases.release(peer.nonce)"
 NO_PONG = (Trainer, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
 STAGED = "peer.end_transfer()\n                self._send_due"
-ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
-    if not parts:"""
+NOTHING_IS_DUE = "if publication is None or not parts:"
+ONE_BY_ONE = f"""parts = dict(list(parts.items())[:1])
+    {NOTHING_IS_DUE}"""
 
 weighted = [name for name, weight in OPERATIONS.items() for _ in range(max(1, weight))]
 numbers = st.integers(0, 63)
@@ -96,7 +97,7 @@ MUTATIONS = {
         (Peer, "agrees", "layout not in self.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Trainer, "_announce", "if not parts:", ONE_BY_ONE)],
+    "parts go one by one": [(Trainer, "_announce", NOTHING_IS_DUE, ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Targets, "due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
         (StagedUpdates, "enqueue", "self.append(staging)", "self.insert(0, staging)")
