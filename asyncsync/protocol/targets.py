@@ -417,10 +417,14 @@ class Targets:
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
         """A worker's pending and staged targets, oldest first."""
-        now = self.target(worker, model_id)
-        coming = (publication.targets.get(model_id, {}) for publication in self._upcoming_publications())
-        found = (targets.get(worker) or targets.get(None) for targets in coming)
-        return [t for t in found if t is not None and (now is None or t.version > now.version)]
+        found = (self._target_from(publication, worker, model_id) for publication in self._upcoming_publications())
+        return [target for target in found if target is not None]
+
+    def _target_from(self, publication: Publication, worker: int, model_id: str) -> Target | None:
+        """What an upcoming publication brings a worker; None: nothing, or nothing newer than its target."""
+        targets, current = publication.targets.get(model_id, {}), self.target(worker, model_id)
+        target = targets.get(worker) or targets.get(None)
+        return target if target is None or current is None or target.version > current.version else None
 
     def _upcoming_publications(self) -> list[Publication]:
         staged = {} if self.staged is None else {self.staged.version: self.staged}
@@ -430,7 +434,7 @@ class Targets:
         """What is staged for this worker, once the publication is accepted; None: nothing."""
         if self.staged is None or self.staged.version in self.pending:
             return None
-        return next((t for t in self.upcoming(worker, model_id) if t.publication is self.staged), None)
+        return self._target_from(self.staged, worker, model_id)
 
     def relevant(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
         """Of these versions, those up to the worker's newest targets, and the staged one; not one that was dropped."""
@@ -448,17 +452,15 @@ class Targets:
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
     def all_targets(self, worker: int, model_id: str) -> list[Target]:
-        now = self.target(worker, model_id)
-        return [*([] if now is None else [now]), *self.upcoming(worker, model_id)]
+        current = self.target(worker, model_id)
+        return [*([] if current is None else [current]), *self.upcoming(worker, model_id)]
 
     def layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
         """What a pending publication brings a worker: model, digest, and whether its target has the same layout."""
         for model_id in publication.models:
-            for target in self.upcoming(worker, model_id):
-                if target.publication is publication:
-                    now = self.target(worker, model_id)
-                    digest = target.slab.layout.digest
-                    yield model_id, digest, now is not None and now.slab.layout.digest == digest
+            if (target := self._target_from(publication, worker, model_id)) is not None:
+                digest, current = target.slab.layout.digest, self.target(worker, model_id)
+                yield model_id, digest, current is not None and current.slab.layout.digest == digest
 
     def objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
         """Why this worker cannot take a publication. If it refuses its current target's layout, that stops nothing."""
