@@ -46,13 +46,13 @@ class Peer:
     staged: dict[str, int] = field(default_factory=dict)  # per model, the version that it has ready
     held: dict[str, int] = field(default_factory=dict)  # per model, the staged version that it keeps until COMMIT
     taken: dict[str, int] = field(default_factory=dict)  # what its user's code had taken at the last PONG
-    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)  # by model and version: applying or staging
+    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)  # why, by model and version
     accepted: set[tuple[str, bytes]] = field(default_factory=set)  # the layouts that fit its models
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)  # why other layouts do not fit
     shown_layouts: dict[str, bytes] = field(default_factory=dict)  # in its last WELCOME
     welcomes: int = 0
     unanswered_welcomes: int = 0
-    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)  # the first WELCOME whose refusal counts
+    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)  # per layout, the first WELCOME whose refusal counts
     welcome_after_ping: int = 0  # the last PING before the last WELCOME
     ready: bool = False  # whether it has answered a WELCOME
     opens: bool = True  # whether it may open this process's memory, if it is local
@@ -477,7 +477,7 @@ class Targets:
         publication has replaced a part of this one, the newer goes first, so that the worker never shows the rest
         without that part.
         """
-        behind: dict[str, Target] = {}
+        lacking: dict[str, Target] = {}
         blocked: set[int] = set()
         fresh: set[int] = set()
         for model_id in peer.hello.have:
@@ -487,23 +487,23 @@ class Targets:
             if (model_id, target.slab.layout.digest) not in peer.accepted:
                 blocked.add(target.version)
                 continue
-            behind[model_id] = target
+            lacking[model_id] = target
             if (model_id, target.version) not in peer.failed:
                 fresh.add(target.version)
         if not (fresh := fresh - blocked):
             return None, {}
         version = min(fresh)
-        publications = {t.version: t.publication for t in behind.values()}
+        publications = {t.version: t.publication for t in lacking.values()}
         while (
             newer := {
-                behind[m].version  # it has replaced a part of this one that the worker has never had
-                for m in publications[version].models & behind.keys()
-                if behind[m].version > version > peer.applied_or_staged(m)
+                lacking[m].version  # it has replaced a part of this one that the worker has never had
+                for m in publications[version].models & lacking.keys()
+                if lacking[m].version > version > peer.applied_or_staged(m)
             }
             & fresh
         ):
             version = max(newer)
-        return publications[version], {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+        return publications[version], {m: (t.version, t.slab) for m, t in lacking.items() if t.version == version}
 
     def due_to_stage(self, peer: Peer) -> Parts:
         """The staged parts for this worker; empty if it holds them already."""
