@@ -304,8 +304,8 @@ class TrainerLink(Publishing):
         if self.machine.num_workers is None:
             there = len(expected) - len(reasons)
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
-        if membership.turned_away:
-            reasons.append(f"the sender turned one away: {membership.turned_away}")
+        if membership.last_refusal:
+            reasons.append(f"the sender turned one away: {membership.last_refusal}")
         if self.refused:
             reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in self.refused.items()))
         return NotConnected(f"not connected{why} {'; '.join(reasons)}. connect() may be called again")

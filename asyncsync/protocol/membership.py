@@ -80,7 +80,7 @@ class Membership:
     relayed_workers: dict[int, Peer] = field(default_factory=dict)  # by index; see asyncsync.protocol.relays
     follows: bool = False  # another sender numbers the versions (in a relay), so a worker may know newer ones
     outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # with the route
-    turned_away: str = ""  # why the last process was refused that asked to be a worker
+    last_refusal: str = ""  # why the last process was refused that asked to be a worker
     refused: Counter[str] = field(default_factory=Counter)  # how many were, by reason
     fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
     unwatched: set[bytes] = field(default_factory=set)  # local incarnations whose end the shell would not notice
@@ -195,8 +195,7 @@ class Membership:
         return next((one for one in self._newcomers.values() if one.peer.route == route), None)
 
     def _contest_place(self, holder: Peer, peer: Peer, now: float) -> None:
-        """This HELLO did not come over the worker's present connection. Ask the holder of the place by PING whether it
-        is there."""
+        """HELLO did not come over the worker's own connection. Ask the holder of the place by PING if it is there."""
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is None:
             self.ping(holder, now)
@@ -206,7 +205,7 @@ class Membership:
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
             if now >= newcomer.welcomed_at + self.settings.retry_interval:  # until then, that one may still answer
                 why = f"it did not answer, and another process asked to be worker {peer.worker}"
-                self._turn_away(newcomer, why)
+                self._refuse_newcomer(newcomer, why)
                 self._contest_place(holder, peer, now)
             return
         newcomer.peer = peer
@@ -248,21 +247,21 @@ class Membership:
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
             text = f"worker {holder.worker} is connected already{where}: two workers have this index"
-            self._turn_away(newcomer, f"{text}; give each its own")
+            self._refuse_newcomer(newcomer, f"{text}; give each its own")
 
-    def _turn_away(self, newcomer: Newcomer, why: str) -> None:
+    def _refuse_newcomer(self, newcomer: Newcomer, why: str) -> None:
         self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)
         del self._newcomers[newcomer.holder.worker]
 
     def refuse(self, route: bytes, nonce: bytes, why: str) -> None:
         """Send away a process that is no worker here."""
-        self.turned_away = why
+        self.last_refusal = why
         self._bye(route, nonce, "refused", why)
 
     def expel(self, peer: Peer, why: str) -> None:
         """Send away a worker, and a newcomer that wants its place. The caller marks it as lost."""
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._turn_away(newcomer, why)
+            self._refuse_newcomer(newcomer, why)
         self._bye(peer.route, peer.nonce, "refused", why)
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
@@ -489,7 +488,7 @@ class Progress:
                 return min(done)
             if not mine:
                 return PeerLost(f"worker {worker} does not have this model (any more)")
-            return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
+            return PeerLost(f"worker {worker} will get neither version {version} nor a newer one")
         if peer is not None:
             has = {m: peer.applied_or_staged(m) if staged else peer.applied.get(m, 0) for m in targets}
             if waits_for_commit:

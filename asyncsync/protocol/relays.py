@@ -95,10 +95,10 @@ class RelayedWorkers:
         is_new = peer is None or (peer.nonce, peer.hello.attempt) != (one.nonce, one.attempt) or peer.lost is not None
         if is_new:
             if len(self.workers) >= MAX_PEERS and one.worker not in self.workers:
-                self._membership.turned_away = f"worker {one.worker}: more than {MAX_PEERS} workers behind relays"
+                self._membership.last_refusal = f"worker {one.worker}: more than {MAX_PEERS} workers behind relays"
                 return
             if (count := self._membership.num_workers) is not None and one.worker >= count:
-                self._membership.turned_away = f"worker_idx {one.worker}, behind a relay, is not below {count}"
+                self._membership.last_refusal = f"worker_idx {one.worker}, behind a relay, is not below {count}"
                 return
             hello = Hello(one.worker, one.nonce, one.attempt, 0, "", 0, None, dict(one.applied))
             peer = Peer(one.worker, one.nonce, b"", hello, False, now, ready=True, relay=relay.worker)

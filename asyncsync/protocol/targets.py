@@ -52,7 +52,9 @@ class Peer:
     shown_layouts: dict[str, bytes] = field(default_factory=dict)  # in its last WELCOME
     welcomes: int = 0
     unanswered_welcomes: int = 0
-    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)  # per layout, the first WELCOME whose refusal counts
+    shown: dict[tuple[str, bytes], int] = field(
+        default_factory=dict
+    )  # per layout, the first WELCOME whose refusal counts
     welcome_after_ping: int = 0  # the last PING before the last WELCOME
     ready: bool = False  # whether it has answered a WELCOME
     opens: bool = True  # whether it may open this process's memory, if it is local
