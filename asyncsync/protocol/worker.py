@@ -64,7 +64,7 @@ class Worker:
 
     Attributes:
         incoming: the update whose bytes are still coming.
-        shares: its parts that come from the trainer's other processes, by their numbers.
+        shares: the parts of it that other processes of the trainer's send, by their numbers.
         pulls: ``(number, PULL)`` to send to those processes.
         staged: the updates that wait for the gate, oldest first.
         held: a staged update that waits for COMMIT.
@@ -195,8 +195,8 @@ class Worker:
             raise RuntimeError("one version is taken already: leave its block before you take another one")
         self.end_fast_path()
         if version is not None and version == self.holdings.version(model_id):
-            slab = self.holdings.held[model_id][2].retain()
-            again = Staging(self.holdings.held[model_id][0], 0, {model_id: StagedPart(version, slab, None)})
+            epoch, _, slab = self.holdings.held[model_id]
+            again = Staging(epoch, 0, {model_id: StagedPart(version, slab.retain(), None)})
             self.taken = Taken(again, {}, is_applied=True)
         else:
             staging = self.staged.take(model_id)
@@ -226,21 +226,21 @@ class Worker:
         take it again. Returns whether the update's trainer is still the current one."""
         assert taken is self.taken
         self.taken, staging = None, taken.staging
-        counts = staging.epoch == self.session.epoch
+        is_current = staging.epoch == self.session.epoch
         if self.leaving or taken.is_applied:
             taken.release()
         elif error is None and not unused:
             taken.release_previous()
             self.holdings.applied(staging)
             self._report_applied(staging)
-        elif counts:
+        elif is_current:
             taken.release_previous()
             if error is not None and not unused:
                 self._report_failed(staging.serial, staging.versions, error)
             self.staged.enqueue(staging, again=True)
         else:
             taken.release()
-        return counts
+        return is_current
 
     def answer(self, question: Verify, version: int, digests: Sequence[bytes], problem: str = "") -> None:
         """Answer with a digest of each tensor that the model holds, in the order of this version's layout, or with why
