@@ -86,8 +86,8 @@ class Announcement:
             if eager:
                 piece = slab.contents() if size else b""
                 crc = zlib.crc32(piece) if settings.checksum else None
-                if codec and size > ENCODED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
-                    piece, packed = fewer, True
+                if codec and size > ENCODED_ABOVE and (encoded := encode_piece(piece, codec, 1)) is not None:
+                    piece, packed = encoded, True
                 payload.append(piece)
             elif size and slab.base is not None:
                 base = slab.base[0]
@@ -288,8 +288,8 @@ class IncomingUpdate:
                 part = self.parts[i]
                 if not part.streamed:
                     continue
-                fewer = update.packed and len(frame) < part.streamed
-                self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
+                is_encoded = update.packed and len(frame) < part.streamed
+                self.write(i, 0, decode_piece(frame, part.streamed).data if is_encoded else frame, part.crc)
         except BaseException:
             self.release()
             raise
@@ -338,14 +338,13 @@ class IncomingUpdate:
         if not expected and not self.pushed:
             return False
         # Pushed pieces and those that fill a gap are cut at different places, so they may overlap.
-        is_beyond = start > self.received
-        if stop <= self.received or (is_beyond and len(self.after_gap) >= MAX_GAPS):
+        is_after_gap = start > self.received
+        if stop <= self.received or (is_after_gap and len(self.after_gap) >= MAX_GAPS):
             return False
-        if is_beyond and any(begin < stop and start < end for begin, end in self.after_gap):
+        if is_after_gap and any(begin < stop and start < end for begin, end in self.after_gap):
             return False
-        slab = self.slabs[part]
-        slab.write(offset, data)
-        if is_beyond:
+        self.slabs[part].write(offset, data)
+        if is_after_gap:
             self.after_gap = sorted([*self.after_gap, (start, stop)])
             return True
         self.received = stop

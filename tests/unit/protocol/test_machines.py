@@ -67,7 +67,7 @@ MUTATIONS = {
         (IncomingUpdate, "complete", "self.received == self.total", "self.received > 0")
     ],
     "bytes behind a gap count as if there were none": [
-        (IncomingUpdate, "write", "is_beyond = start > self.received", "is_beyond = False")
+        (IncomingUpdate, "write", "is_after_gap = start > self.received", "is_after_gap = False")
     ],
     "chunks of another update are taken": [(Worker, "_on_chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
