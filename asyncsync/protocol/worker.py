@@ -604,8 +604,8 @@ class Worker:
             self.pulls.append((update.source, asked))
             return
         upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
-        bases = update.base_versions if update.bases else ()
-        self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
+        rest = update.received, upto, pushed, update.base_versions
+        self.session.send(Fetch(update.epoch, update.serial, update.restarts, *rest))
 
     def _fail_incoming(self, error: Exception) -> None:
         update = self.incoming
