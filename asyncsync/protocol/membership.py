@@ -406,18 +406,18 @@ class Progress:
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was until the version was rejected."""
-        if self._membership.num_workers is not None and models and self._targets.are_common(version, models):
-            return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
-        known = {peer.worker for peer in self._membership.workers()}
-        everybody = sorted(known.union(self._membership.expected()))
-        return [worker for worker in everybody if self._is_targeted(worker, version, models)]
+        members, expected = self._membership, self._membership.expected()
+        if members.num_workers is not None and models and self._targets.are_common(version, models):
+            return [worker for worker in expected if self._models_of(members.find(worker), models)]
+        known = {peer.worker for peer in members.workers()}
+        return [w for w in sorted(known.union(expected)) if self._is_targeted(w, version, models)]
 
     def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
-        if not (mine := self._models_of(worker, models)):
+        peer = self._membership.find(worker)
+        if not (mine := self._models_of(peer, models)):
             return False
         newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
         if any(v >= version for v in newest):
-            peer = self._membership.find(worker)
             # An elastic worker that was lost before this version was published is not waited for.
             return self._membership.num_workers is not None or (
                 peer is not None and (not peer.lost or peer.lost_at >= version)
@@ -474,10 +474,10 @@ class Progress:
         peer = self._membership.find(worker)
         if not staged and peer is not None and models and peer.has_applied(version, models):
             return min(peer.applied[m] for m in models)
-        mine = self._models_of(worker, models)
+        mine = self._models_of(peer, models)
         waits_for_commit = staged and self._targets.is_staged(version)
         if waits_for_commit:  # all models of the staged version are ready together
-            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(worker, None)}
+            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(peer, None)}
         else:
             found = {m: self._targets.newest(worker, m) for m in mine}
         targets = {m: t for m, t in found.items() if t is not None and t.version >= version}
@@ -558,9 +558,8 @@ class Progress:
         late = f"worker {worker} had not {step} version {version} after {seconds:g} s ({state})"
         return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
 
-    def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
-        """Which of these models a worker has; all of them while it is not known."""
-        peer = self._membership.find(worker)
+    def _models_of(self, peer: Peer | None, models: Iterable[str] | None) -> list[str]:
+        """Which of these models (None: of all) a worker has; all of them while it is not known."""
         chosen = self._targets.models if models is None else models
         return [m for m in chosen if peer is None or m in peer.hello.have]
 
