@@ -286,7 +286,7 @@ class Applying(Link):
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
-        held = self.machine.holdings.held.get(model_id)
+        held = self.machine.holdings.updates.get(model_id)
         return None if held is None else held[:2]
 
     async def _until(
@@ -442,7 +442,7 @@ class Applying(Link):
             return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
 
         await self._until(is_current, timeout, model_id, again=session.request, late=late)
-        return machine.holdings.held[model_id][:2]
+        return machine.holdings.updates[model_id][:2]
 
     async def wait_reached(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one. What waits for ``receive`` is applied; of several
@@ -459,7 +459,7 @@ class Applying(Link):
             )
 
         await self._until(is_reached, timeout, model_id, *others, late=late)
-        return self.machine.holdings.held[model_id][:2]
+        return self.machine.holdings.updates[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of all these models that are to have it."""
@@ -529,7 +529,7 @@ class Applying(Link):
 
     async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
-        slab = self.machine.holdings.held[model_id][2].retain()
+        slab = self.machine.holdings.updates[model_id][2].retain()
         self.copying += 1
         try:
             return then(await self.run(slab.copy, slab.nbytes))

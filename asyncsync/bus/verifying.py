@@ -126,7 +126,7 @@ class WorkerVerifying:
         return version, digests
 
     def _layout(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
-        held = self._link.machine.holdings.held.get(model_id)
+        held = self._link.machine.holdings.updates.get(model_id)
         if held is not None and held[:2] == (epoch, version):
             return held[2].layout
         for staging in self._link.machine.staged:  # applied by another thread, of which the loop has not heard yet

@@ -253,7 +253,7 @@ class WorkerLink(Applying, Memory):
         if (steady := machine.steady(again.serial)) is None:
             return
         model_id, part = steady
-        newest, binding = machine.holdings.held[model_id][2], machine.models[model_id]
+        newest, binding = machine.holdings.updates[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
             return

@@ -314,7 +314,7 @@ class Taken:
     ``is_applied``: it was applied before, and is only read again. It has references to all slabs."""
 
     staging: Staging
-    previous: dict[str, Held]
+    previous: dict[str, AppliedUpdate]
     is_applied: bool = False
 
     def release(self) -> None:
@@ -383,7 +383,7 @@ class StagedUpdates(list[Staging]):
         return next((part.slab for part in parts if part.version == version), None)
 
 
-Held = tuple[Epoch, int, Slab]
+AppliedUpdate = tuple[Epoch, int, Slab]
 """The newest applied update of a model: epoch, version, slab. Version 0: another model of that name has replaced it."""
 
 
@@ -392,7 +392,7 @@ class Holdings:
 
     Attributes:
         epoch: the current trainer's; None: there has been none.
-        held: per model, the newest applied update.
+        updates: per model, the newest applied update.
         error: per model, the version that failed last, its error, and the error's traceback.
         leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
         failed_slabs: per model, the slabs of failed updates in which some of its Parameters may lie.
@@ -401,26 +401,26 @@ class Holdings:
 
     def __init__(self) -> None:
         self.epoch: Epoch | None = None
-        self.held: dict[str, Held] = {}
+        self.updates: dict[str, AppliedUpdate] = {}
         self.error: dict[str, tuple[int, Exception, TracebackType | None]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
-        self.failed_slabs: dict[str, list[Held]] = {}
+        self.failed_slabs: dict[str, list[AppliedUpdate]] = {}
         self.is_report_due = False
 
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
-        held = self.held.get(model_id)
-        return 0 if held is None or held[0] != self.epoch else held[1]
+        update = self.updates.get(model_id)
+        return 0 if update is None or update[0] != self.epoch else update[1]
 
     @property
     def versions(self) -> dict[str, int]:
         """The versions of the current epoch that the models hold."""
-        return {model_id: version for model_id in self.held if (version := self.version(model_id))}
+        return {model_id: version for model_id in self.updates if (version := self.version(model_id))}
 
     def slab(self, model_id: str, version: int) -> Slab | None:
         """The slab of this version of a model, of the current epoch; None: the model holds another version."""
-        held = self.held.get(model_id)
-        return None if held is None or held[:2] != (self.epoch, version) else held[2]
+        update = self.updates.get(model_id)
+        return None if update is None or update[:2] != (self.epoch, version) else update[2]
 
     @property
     def is_clean(self) -> bool:
@@ -429,22 +429,22 @@ class Holdings:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def applied(self, staging: Staging) -> None:
+    def note_applied(self, staging: Staging) -> None:
         """The models hold these versions now. Takes over the references to their slabs."""
         for model_id, part in staging.parts.items():
             if self.failed_slabs:
                 self._release_failed_slabs(model_id, (staging.epoch, part.version))
-            held = self.held.get(model_id)
-            if held is None or (staging.epoch, part.version) > held[:2]:
+            update = self.updates.get(model_id)
+            if update is None or (staging.epoch, part.version) > update[:2]:
                 if staging.epoch == self.epoch:
                     self.error.pop(model_id, None)
-                if held is not None:
-                    held[2].release()
-                self.held[model_id] = (staging.epoch, part.version, part.slab)
+                if update is not None:
+                    update[2].release()
+                self.updates[model_id] = (staging.epoch, part.version, part.slab)
             else:
                 part.slab.release()
 
-    def failed(self, staging: Staging) -> None:
+    def note_failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held before. That is true unless the user's code
         raised."""
         for model_id, part in staging.parts.items():
@@ -456,11 +456,11 @@ class Holdings:
 
     def _release_failed_slabs(self, model_id: str, since: tuple[Epoch, int]) -> None:
         """Release what failed before this version, because all of the model's memory has been elsewhere since."""
-        failed_slabs = self.failed_slabs.pop(model_id, [])
-        for epoch, version, slab in failed_slabs:
+        failed = self.failed_slabs.pop(model_id, [])
+        for epoch, version, slab in failed:
             if (epoch, version) < since:
                 slab.release()
-        if newer := [home for home in failed_slabs if home[:2] >= since]:
+        if newer := [update for update in failed if update[:2] >= since]:
             self.failed_slabs[model_id] = newer
 
     def adopt_epoch(self, epoch: Epoch | None) -> None:
@@ -471,15 +471,15 @@ class Holdings:
 
     def forget(self, model_id: str) -> None:
         """A new model of this name holds no version yet. The slab of the one that it replaces stays until it does."""
-        if (held := self.held.get(model_id)) is not None:
-            self.held[model_id] = (held[0], 0, held[2])
+        if (update := self.updates.get(model_id)) is not None:
+            self.updates[model_id] = (update[0], 0, update[2])
         self.error.pop(model_id, None)
 
     def remove_model(self, model_id: str) -> None:
         """Release the slabs of a model that takes part no more. Its memory must lie in none of them."""
         self.error.pop(model_id, None)
-        held = [self.held.pop(model_id)] if model_id in self.held else []
-        for *_, slab in (*held, *self.failed_slabs.pop(model_id, ())):
+        updates = [self.updates.pop(model_id)] if model_id in self.updates else []
+        for *_, slab in (*updates, *self.failed_slabs.pop(model_id, ())):
             slab.release()
 
     # -- leases -----------------------------------------------------------------------------------------------------
@@ -498,11 +498,11 @@ class Holdings:
             self.is_report_due = True
 
     def close(self) -> None:
-        for _, _, slab in self.held.values():
+        for _, _, slab in self.updates.values():
             slab.release()
-        self.held.clear()
-        for failed_slabs in self.failed_slabs.values():
-            for *_, slab in failed_slabs:
+        self.updates.clear()
+        for updates in self.failed_slabs.values():
+            for *_, slab in updates:
                 slab.release()
         self.failed_slabs.clear()
         self.leased = {}

@@ -202,7 +202,7 @@ class TargetRequests:
         else:
             self.unsent[peer.worker] = ping.seq
 
-    def sent(self, number: int) -> None:
+    def note_sent(self, number: int) -> None:
         """A PING of this number has gone up, for all that was unsent."""
         self._sent = {worker: asked for worker, asked in self._sent.items() if worker in self._membership.peers}
         for worker, seq in self.unsent.items():

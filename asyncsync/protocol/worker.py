@@ -148,7 +148,7 @@ class Worker:
         self.holdings.adopt_epoch(epoch)
         for model_id, (version, slab) in kept.items():
             self.models[model_id] = Binding(None, WeightStrategy())
-            self.holdings.held[model_id] = (epoch, version, slab)
+            self.holdings.updates[model_id] = (epoch, version, slab)
 
     def check_again(self, model_id: str, now: float) -> None:
         """If this model has refused the trainer's layout, and it fits by now, have the trainer show it again."""
@@ -169,17 +169,17 @@ class Worker:
             return
         if staging in self.staged:
             self.staged.remove(staging)
-        self.holdings.applied(staging)
+        self.holdings.note_applied(staging)
         self._report_applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised this error; see :meth:`Holdings.failed`."""
+        """Applying has raised this error; see :meth:`Holdings.note_failed`."""
         if staging.abandoned:
             return
         if staging in self.staged:
             self.staged.remove(staging)
         versions = staging.versions
-        self.holdings.failed(staging)
+        self.holdings.note_failed(staging)
         staging.release()
         if staging.epoch == self.session.epoch:
             self._report_failed(staging.serial, versions, error)
@@ -195,13 +195,13 @@ class Worker:
             raise RuntimeError("one version is taken already: leave its block before you take another one")
         self.end_fast_path()
         if version is not None and version == self.holdings.version(model_id):
-            epoch, _, slab = self.holdings.held[model_id]
+            epoch, _, slab = self.holdings.updates[model_id]
             again = Staging(epoch, 0, {model_id: StagedPart(version, slab.retain(), None)})
             self.taken = Taken(again, {}, is_applied=True)
         else:
             staging = self.staged.take(model_id)
-            held = {m: self.holdings.held[m] for m in staging.parts if m in self.holdings.held}
-            self.taken = Taken(staging, {m: (epoch, v, slab.retain()) for m, (epoch, v, slab) in held.items()})
+            before = {m: self.holdings.updates[m] for m in staging.parts if m in self.holdings.updates}
+            self.taken = Taken(staging, {m: (epoch, v, slab.retain()) for m, (epoch, v, slab) in before.items()})
         return self.taken
 
     def _newest_staged(self, model_id: str) -> int:
@@ -231,7 +231,7 @@ class Worker:
             taken.release()
         elif error is None and not unused:
             taken.release_previous()
-            self.holdings.applied(staging)
+            self.holdings.note_applied(staging)
             self._report_applied(staging)
         elif is_current:
             taken.release_previous()
@@ -771,10 +771,10 @@ class Worker:
         if self.staged or self.held or self.taken or self.incoming or self.failure or self.outbox:
             return None
         model_id = session.local(base[1].model_id)
-        held = holdings.held.get(model_id)
-        if session.ended is not None or not holdings.is_clean or held is None:
+        update = holdings.updates.get(model_id)
+        if session.ended is not None or not holdings.is_clean or update is None:
             return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)):
+        if update[:2] != (session.epoch, self.targets.get(model_id)):
             return None
         return model_id, base[1]
 

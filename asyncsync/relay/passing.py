@@ -208,7 +208,7 @@ class Passing(Relaying):
         if not self.is_report_due(upstream):
             return
         if downstream.requests.unsent:
-            downstream.requests.sent(session.request(root=True))
+            downstream.requests.note_sent(session.request(root=True))
         while downstream.answers:
             session.send(downstream.answers.popleft())
         whole = self._session != (session.epoch, session.attempt)

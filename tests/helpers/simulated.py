@@ -429,7 +429,7 @@ class WorkerProcess(Memory):
         if (steady := machine.steady(serial)) is None:
             return
         model, part = steady
-        held = machine.holdings.held.get(model)
+        held = machine.holdings.updates.get(model)
         newest, binding = held[2], machine.models[model]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased:

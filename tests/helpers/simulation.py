@@ -720,7 +720,7 @@ class Simulation(Oracle):
         for use in list(worker.uses):
             worker.end_use(use)
         if reads:
-            for model, (epoch, version, slab) in machine.holdings.held.items():
+            for model, (epoch, version, slab) in machine.holdings.updates.items():
                 if slab.leased and (epoch == machine.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
         machine.bye("done", reads=reads)
@@ -734,7 +734,7 @@ class Simulation(Oracle):
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.machine.holdings.held.items() if held[2].leased]
+        lent = [(m, *held) for m, held in worker.machine.holdings.updates.items() if held[2].leased]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))

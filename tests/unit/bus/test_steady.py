@@ -82,7 +82,7 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_pat
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
-            slab = link_of(everybody).machine.holdings.held.get("policy")[2].retain()
+            slab = link_of(everybody).machine.holdings.updates.get("policy")[2].retain()
             kept.append((slab, bytes(slab.memory)))
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:

@@ -198,7 +198,7 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     station.join()
     station.update_now(1, {"policy": (1, 1)})
     station.take()
-    layout = station.machine.holdings.held["policy"][2].layout
+    layout = station.machine.holdings.updates["policy"][2].layout
     update = messages.Update(EPOCH, 2, False, (messages.Part("policy", 2, layout.digest, layout.nbytes),))
     station.receive(messages.Cast(EPOCH, since, excluded, pushed), [codec.encode(update), b""])
     return station

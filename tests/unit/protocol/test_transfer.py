@@ -217,7 +217,7 @@ def begin(station: Station, serial: int = 2, version: int = 2, base: int = 1) ->
 
 
 def part_of(station: Station, version: int, base: int = 0) -> messages.Part:
-    digest = station.machine.holdings.held["policy"][2].layout.digest
+    digest = station.machine.holdings.updates["policy"][2].layout.digest
     return messages.Part("policy", version, digest, TOTAL, base=base)
 
 
@@ -253,7 +253,7 @@ def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed()
 def test_a_base_that_somebody_has_written_into_is_noticed_and_all_is_fetched(at: int) -> None:
     station = station_with()
     begin(station)
-    station.machine.holdings.held["policy"][2].memory[at] ^= 1
+    station.machine.holdings.updates["policy"][2].memory[at] ^= 1
     for start in (0, 64):
         piece(station, memory(1.0), memory(2.0), start, start + 64)
     fetch = station.take(Fetch)[-1]
@@ -314,7 +314,7 @@ def test_a_piece_that_cannot_be_is_refused(chunk: Chunk, payload: list[bytes], m
 
 def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station = station_with()
-    held = station.machine.holdings.held["policy"][2]
+    held = station.machine.holdings.updates["policy"][2]
     assert held.references == 1
     begin(station)
     assert held.references == 2
@@ -324,7 +324,7 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     assert held.references == 0
     assert begin(station, 3, 3, base=2).bases == (2,)
     station.machine._drop_incoming()
-    assert station.machine.holdings.held["policy"][2].references == 1
+    assert station.machine.holdings.updates["policy"][2].references == 1
 
 
 def test_the_bytes_of_an_update_may_be_fewer_only_if_it_says_so() -> None:

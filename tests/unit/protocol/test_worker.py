@@ -145,7 +145,7 @@ def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
     assert station.machine.holdings.version("policy") == 5
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     assert held[:2] == (EPOCH, 5)
 
 
@@ -545,7 +545,7 @@ def test_a_new_trainer_replaces_everything_under_way_and_hears_nothing_of_the_ol
     station.flush()
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
     assert station.content() == {10}
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     assert held[:2] == (NEWER, 1)
 
 
@@ -636,7 +636,7 @@ def test_bye_ends_it_and_leaves_what_was_applied_or_staged(
     station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
     assert isinstance(station.machine.session.ended, error)
     assert "so long" in str(station.machine.session.ended)
-    assert station.machine.holdings.held.get("policy") is not None
+    assert station.machine.holdings.updates.get("policy") is not None
     station.update(3, {"policy": (3, 30)})
     station.receive(messages.Ping(EPOCH, 1))
     station.pass_time(600)
@@ -672,7 +672,7 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     staged = station.machine.staged[-1]
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     station.machine.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
     assert station.machine.pool.slabs == 0
