@@ -510,9 +510,7 @@ class BusCore:
         machine = link.caught_up()
         machine.check_not_dropped(version)
         progress = machine.progress
-        chosen = (
-            progress.workers_to_stage(version, models or list(machine.targets.models)) if workers is None else workers
-        )
+        chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
         if not chosen or len(chosen) < (quorum or 0):
             raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
 

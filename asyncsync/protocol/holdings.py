@@ -108,8 +108,8 @@ class Session:
         if len(self._models) == 1 and self.role == "worker":
             have[""] = next(iter(have.values()))
         me = self.identity
-        who = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
-        self.send(messages.Hello(*who, self.epoch, have, self.role, codecs_here(), serial, takes))
+        sender = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
+        self.send(messages.Hello(*sender, self.epoch, have, self.role, codecs_here(), serial, takes))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello

@@ -440,7 +440,7 @@ class Progress:
                 result.failed[worker] = answer
         return result
 
-    def workers_to_stage(self, version: int, models: Collection[str]) -> list[int]:
+    def to_stage(self, version: int, models: Collection[str]) -> list[int]:
         """The workers that should stage this version of these models, or have it as their target."""
         staged = self._targets.staged
         if staged is None or staged.version != version:
@@ -452,15 +452,15 @@ class Progress:
         """A worker that may still come to hold this version of these models; None: no worker may. ``first`` is checked
         before all others."""
         if self._targets.is_staged(version):
-            return next(iter(self.workers_to_stage(version, models)), None)
+            return next(iter(self.to_stage(version, models)), None)
         if (
             first is not None
             and self._is_targeted(first, version, models)
             and self.is_outstanding(first, version, models)
         ):
             return first
-        everybody = self.targeted(version, models)
-        return next((worker for worker in everybody if self.is_outstanding(worker, version, models)), None)
+        targeted = self.targeted(version, models)
+        return next((worker for worker in targeted if self.is_outstanding(worker, version, models)), None)
 
     def is_outstanding(self, worker: int, version: int, models: list[str] | None) -> bool:
         """True while this worker may still come to hold this version."""

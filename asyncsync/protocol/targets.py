@@ -134,7 +134,7 @@ class Peer:
             del self.refused[next(iter(self.refused))]
 
     def count_welcome(self, layouts: Iterable[tuple[str, bytes]]) -> int:
-        """Returns the number of the WELCOME that is to show these layouts."""
+        """Returns the number of the WELCOME that will show these layouts."""
         self.welcomes += 1
         self.unanswered_welcomes += 1
         for layout in layouts:
