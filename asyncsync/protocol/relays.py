@@ -110,7 +110,7 @@ class RelayedWorkers:
         peer.hello.have.update(one.applied)
         if not one.slow:
             peer.last_seen = now
-        elif not peer.slow:  # the relay had heard of it until slow_after before
+        elif not peer.slow:  # it has just become slow: it was last heard of slow_after ago
             peer.last_seen = now - self._membership.settings.slow_after
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
