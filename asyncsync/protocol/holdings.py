@@ -48,11 +48,11 @@ class Session:
     refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # cleared by a layout that fits
     _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, the last few that fit
     _refused_layouts: dict[str, Layout] = field(default_factory=dict)
-    _nameless: bool = False
+    _nameless: bool = False  # the trainer has one model, without a model_id
     _next_hello: float = 0.0
     _hello_delay: float = FIRST_HELLO_RETRY
-    _ping: int = 0
-    _answered: int = 0
+    _ping: int = 0  # the number of the last request
+    _answered: int = 0  # the last request that got an answer
     _answered_by_root: int = 0
 
     def __post_init__(self) -> None:

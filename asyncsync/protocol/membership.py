@@ -247,7 +247,7 @@ class Membership:
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
             text = f"worker {holder.worker} is connected already{where}: two workers have this index"
-            self._refuse_newcomer(newcomer, f"{text}; give each its own")
+            self._refuse_newcomer(newcomer, f"{text}; give each its own index")
 
     def _refuse_newcomer(self, newcomer: Newcomer, why: str) -> None:
         self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)

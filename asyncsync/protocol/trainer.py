@@ -289,7 +289,7 @@ class Trainer:
                 self.lost(peer.worker, peer.nonce, why, now)
             case messages.Released():
                 if instruction.nonce == peer.nonce and instruction.last == MAX_SERIAL:
-                    self.lost(peer.worker, peer.nonce, "it has left: it was turned away", now)
+                    self.lost(peer.worker, peer.nonce, "it has left, because it was turned away", now)
             case _:
                 raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         self.touched.add(peer.worker)

@@ -219,7 +219,7 @@ class Worker:
         if version is None or version >= max(there, target) or (version > there and version in coming):
             return None
         newest = max(there, target)
-        return Superseded(f"version {version} of {model_id!r} was replaced: there is version {newest}", newest)
+        return Superseded(f"version {version} of {model_id!r} was replaced by version {newest}", newest)
 
     def give_back(self, taken: Taken, error: BaseException | None = None, *, unused: bool = False) -> bool:
         """The user's code has applied what it took; or it failed with ``error``, or did not try (``unused``), and may
