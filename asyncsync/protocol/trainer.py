@@ -538,14 +538,12 @@ class Trainer:
         if again or models != peer.shown_layouts:
             peer.shown_layouts = models
             peer.welcome_after_ping = peer.ping_seq
-            members, me = self.membership, self.membership.identity
-            number = peer.count_welcome(models.items())
-            attempt = peer.hello.attempt
+            me, number = self.membership.identity, peer.count_welcome(models.items())
             welcome = messages.Welcome(
-                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number,
-                members.fanout_port, self.sources,
+                self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models, number,
+                self.membership.fanout_port, self.sources,
             )  # fmt: skip
-            members.send(peer.route, welcome, layouts)
+            self.membership.send(peer.route, welcome, layouts)
 
     def _recheck_pending(self, workers: Collection[int]) -> None:
         pending: dict[int, Publication] = {}
