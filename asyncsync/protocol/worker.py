@@ -47,8 +47,9 @@ class FastPath(Protocol):
 class Relaying:
     """Hooks for a relay, which passes on to other workers what its own worker receives. These do nothing.
 
-    An update that has begun may be complete already. One that has ended is complete, or never will be. A hook that
-    keeps slabs takes references of its own. ``message_received`` comes after the worker has handled the message.
+    When an epoch begins, nothing of it has come yet. An update that has begun may be complete already. One that has
+    ended is complete, or never will be. One that is committed was staged before, and is applied now. A hook that keeps
+    slabs takes references of its own. ``message_received`` comes after the worker has handled the message.
     """
 
     def epoch_began(self, epoch: Epoch) -> None: ...
@@ -72,7 +73,7 @@ class Worker:
         takes: whether updates wait for :meth:`take`. HELLO tells the trainer, because code may keep one for long.
         fetches: ``(serial, index, part, slab)`` of each part that a transport must bring; :meth:`fetched` ends it.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
-        base: serial and part of the update that the next AGAIN refers to.
+        base: serial and only part of the update that the next AGAIN refers to; None: none can follow.
         failure: the report of the last update that failed, until the models hold those versions or newer ones.
         reports_sent: in a relay, how many reports of its workers it has sent.
         targets: the version that each model should have, as far as this worker knows.
@@ -276,7 +277,7 @@ class Worker:
         return self.takes or not session.served[model_id] or self.holdings.version(model_id) > 0
 
     def tick(self, now: float) -> None:
-        """Repeat HELLO and FETCH if they got no answer."""
+        """Repeat HELLO, FETCH and PULL if they got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
         if self.session.is_hello_due(now):
@@ -357,7 +358,7 @@ class Worker:
         self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[: messages.MAX_TEXT]))
 
     def _adopt_epoch(self) -> None:
-        """Forget what came from the trainer before. The models keep what they hold."""
+        """Forget what came from the previous trainer. The models keep what they hold."""
         self._drop_incoming()
         self._abandon_held()
         self.staged.abandon()
@@ -390,7 +391,7 @@ class Worker:
             incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
         except ProtocolError:
             raise
-        except Exception as error:  # e.g. out of memory, or no access to the trainer's
+        except Exception as error:  # e.g. out of memory, or no access to the trainer's memory
             self.serial = update.serial
             self._report_parts_failed(update.serial, update.parts, error)
             return
@@ -452,7 +453,7 @@ class Worker:
             held.abandon()
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
-        """Handle a message to many workers at once; see :mod:`asyncsync.protocol.membership`."""
+        """Handle a message to many workers at once; to which ones, see :mod:`asyncsync.protocol.membership`."""
         mine, excluded = self.session.nonce[-messages.NONCE_END :], cast.excluded
         if cast.since != self.serial:
             return
@@ -502,7 +503,7 @@ class Worker:
             return
         if isinstance(instruction, messages.Drop):
             if instruction.version == share.serial:
-                self._drop_incoming()  # the trainer has retired that version, and will announce a newer one
+                self._drop_incoming()  # that process has retired the version; the trainer will announce a newer one
         elif instruction.serial == share.serial:
             self._write(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
 
@@ -535,7 +536,7 @@ class Worker:
             raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
 
     def _fetch_without_bases(self, update: IncomingUpdate, now: float) -> None:
-        """Fetch the rest as it is, because some code has written into this worker's base."""
+        """Fetch the rest without bases, because some code has written into this worker's base."""
         update.forget_bases()
         update.restarts += 1
         update.last_progress = now
@@ -630,7 +631,7 @@ class Worker:
     def _base(self, part: Part, layout: Layout) -> Slab | None:
         model_id = self.session.local(part.model_id)
         slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
-        # The trainer may overwrite a slab that it leases to this worker. Slots that a relay leases to others stay.
+        # The trainer may overwrite a slab that it has leased to this worker, but not a relay's own slots.
         leased = any(slab is one for one in self.holdings.leased.values())
         return None if slab is None or leased or slab.layout.digest != layout.digest else slab
 
@@ -686,7 +687,8 @@ class Worker:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def _lease_report(self) -> tuple[int, messages.InUse]:
-        """``last`` and ``in_use`` of a report: see :mod:`asyncsync.protocol.targets`."""
+        """The serial of the last update, and which leased slabs of all updates up to it are in use; see
+        :mod:`asyncsync.protocol.targets`."""
         holdings = self.holdings
         holdings.is_report_due = False
         if holdings.leased:
