@@ -1,4 +1,6 @@
-"""What a worker has: a session with its trainer, staged updates, and what its models hold. No I/O, no clock."""
+"""What a worker has: a session with its trainer, updates that have come whole and wait for the gate, and what its
+models hold. No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,15 @@ class Session:
     trainer: Welcome | None = None  # its last WELCOME
     online: bool = False
     welcomed: bool = False
-    served: dict[str, bytes] = field(default_factory=dict)  # per model, its layout's digest; empty: no weights yet
+    # The models that the trainer serves, with their layouts' digests; an empty digest: no weights yet.
+    served: dict[str, bytes] = field(default_factory=dict)
     reconnects: bool = False  # whether to wait for another trainer after this one's BYE, as after its crash
     attempt: int = 0  # the number of the last HELLO
     ended: WeightSyncError | None = None  # why no more messages will come
-    refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # cleared by a layout that fits
+    refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # why a layout does not fit, until one does
     _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, the last few that fit
     _refused_layouts: dict[str, Layout] = field(default_factory=dict)
-    _nameless: bool = False  # the trainer has one model, without a model_id
+    _nameless: bool = False  # the trainer's only model has no model_id, this worker's only one has
     _next_hello: float = 0.0
     _hello_delay: float = FIRST_HELLO_RETRY
     _ping: int = 0  # the number of the last request
@@ -116,7 +119,7 @@ class Session:
 
     def receive_welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Handle a WELCOME, which answers HELLO or shows other layouts: accept or refuse these. Raises ProtocolError,
-        with nothing changed, if it is malformed or does not answer the last HELLO."""
+        with nothing changed, if it is malformed, comes from an older trainer, or does not answer the last HELLO."""
         if welcome.nonce != self.nonce or welcome.attempt != self.attempt:
             raise ProtocolError("a WELCOME that answers another HELLO")
         if self.epoch is not None and welcome.epoch < self.epoch:
@@ -292,7 +295,8 @@ class Staging:
             one.complete()
 
     def abandon(self) -> bool:
-        """Release the slabs. False if the gate has begun to copy from them: then :meth:`release` must follow it."""
+        """Release the slabs. False if the gate has begun with it: then :meth:`release` is due when the gate has
+        finished."""
         with self._lock:
             if self.is_begun:
                 return False
@@ -310,8 +314,9 @@ class Staging:
 @dataclass(eq=False)
 class Taken:
     """An update that the user's code has taken, to apply it in its own time and thread. No newer update replaces it
-    before :meth:`Worker.give_back`. ``previous``: what the models held before, whose slabs stay unchanged meanwhile.
-    ``is_applied``: it was applied before, and is only read again. It has references to all slabs."""
+    before :meth:`Worker.give_back`. ``previous``: what the models held before, whose slabs stay unchanged meanwhile;
+    a model that held nothing is not in it. ``is_applied``: it was applied before, and is only read again. It has
+    references to all slabs."""
 
     staging: Staging
     previous: dict[str, AppliedUpdate]
@@ -384,7 +389,8 @@ class StagedUpdates(list[Staging]):
 
 
 AppliedUpdate = tuple[Epoch, int, Slab]
-"""The newest applied update of a model: epoch, version, slab. Version 0: another model of that name has replaced it."""
+"""The newest applied update of a model: epoch, version, slab. Version 0: the model that it was applied to has been
+replaced."""
 
 
 class Holdings:

@@ -35,14 +35,15 @@ class Settings:
         window_bytes: how much a worker lets the trainer send ahead of what has arrived.
         ping_interval: between two PINGs to a peer that answers.
         slow_after: silence that marks a peer as slow.
-        retry_interval: before the next attempt to reach a peer, to send HELLO again, to restart a stalled transfer.
+        retry_interval: how long to wait before trying again to reach a peer, sending HELLO again, or restarting a
+            stalled transfer.
         layout_patience: how long a worker that does not answer may hold up a new layout for the others.
         checksum: whether every payload has a CRC-32.
         compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
         delta: the trainer keeps the version before, and sends a worker that has it only what has changed.
         piece_bytes: the size of the pieces of encoded updates. Each takes milliseconds to encode.
         page_digests: how many digests a worker sends at once.
-        fast: False switches off the fast path of training loops: UPDATE announces every update, and it is staged.
+        fast: False switches off the fast path of training loops: UPDATE announces every update, and workers stage it.
         fanout: over tcp, the trainer sends what many workers need to all of them at once.
         fanout_least: the trainer sends to fewer workers than this one by one.
     """
