@@ -359,7 +359,7 @@ class Publishing(Link):
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode(self) -> None:
-        """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
+        """Encode the next pieces that the machine has ``to_encode``, unless some are under way."""
         if self._is_encoding or self.closed:
             return
         wanted = self.machine.to_encode

@@ -42,7 +42,7 @@ in the UPDATE (empty: none); the phase."""
 
 class Announcement:
     """An UPDATE and its payload frames, shared by all workers that get the same parts. It holds no references to the
-    slabs.
+    slabs, which may be released before it.
 
     Attributes:
         castable: whether CAST may carry it: it is for all workers, and its bytes ride in it or travel as chunks.
@@ -114,7 +114,8 @@ class Announcement:
         self.payload, self.nbytes = [], 0
 
     def matches(self, after: int, parts: Parts, form: Form) -> bool:
-        """Whether this brings the same versions and slabs in the same form, and is newer than the serial ``after``."""
+        """Whether this brings the same versions and slabs in the same form, and is newer than ``after``, the last
+        serial that the worker was sent."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         return self.serial > after and self.key == key and self.form == form
 
@@ -126,7 +127,7 @@ class Transfer:
         after_ping: the number of the last PING before it.
         granted: for how many of the parts' bytes, laid end to end, the worker has given credit.
         pushed: the same for bytes that are pushed to all subscribers.
-        encodings: how the bytes of each part are encoded; None: not at all. Empty: none is.
+        encodings: per part, how its bytes are encoded; None: not at all. An empty list: no part is encoded.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
@@ -163,8 +164,8 @@ class Transfer:
         self.parts, self._slabs, self.encodings = {}, [], []
 
     def set_encodings(self, codec: str, bases: Sequence[int], size: int) -> None:
-        """From now on, encode the parts' bytes by this codec (empty: none) in pieces of this size; as what has changed
-        since these ``bases``, where the slab still has that version."""
+        """From now on, encode the parts' bytes in pieces of this size: by this codec (empty: none), and as what has
+        changed since the part's version in ``bases``, if the slab still has that one as its base."""
         found: list[Encoding | None] = []
         versions = bases or [0] * len(self.parts)
         for (_, slab), total, version in zip(self.parts.values(), self._sizes, versions, strict=True):
@@ -234,12 +235,13 @@ class IncomingUpdate:
 
     Attributes:
         slabs: one per part, with a reference each, until :meth:`take`.
-        bases: the slabs of the versions that the trainer has named as bases, as far as this worker has them.
+        bases: the slabs of the versions that the trainer has named as bases, as far as this worker has them; also with
+            references.
         fetching: the indices of the parts that a transport fetches by their descriptors.
         received: how many of the parts' bytes, laid end to end, have come up to the first gap.
         pushed: its bytes are pushed to all subscribers. Then those behind a gap are kept; else they are sent again.
         after_gap: where the kept pieces behind a gap begin and end.
-        gap_requested_to: up to where the gap reaches that was fetched last.
+        gap_requested_to: where the gap that it fetched last ends; 0: it has fetched none.
         granted: up to where the trainer has credit.
         restarts, fruitless_restarts: how often the rest was fetched again, in all and since bytes came last.
         source: the number of the trainer's process that sends it. Bytes that another process sends are an update of
@@ -328,8 +330,9 @@ class IncomingUpdate:
         return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Write a piece into its slab. False if it has come already, or bytes before it are missing and it was not
-        pushed. Raises ProtocolError, with nothing written, like :meth:`expects`, and if its checksum is wrong."""
+        """Write a piece into its slab. False if it has come already, or bytes before it are missing and it cannot be
+        kept behind the gap. Raises ProtocolError, with nothing written, like :meth:`expects`, and if its checksum is
+        wrong."""
         expected = self.expects(part, offset, len(data))
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
