@@ -16,7 +16,7 @@ what that worker lacks, and the trainer sends it over the worker's own connectio
 
 The trainer also pushes to all subscribers the bytes that do not ride in the announcement. It goes as far as the fastest
 quarter of their recipients gives credit. The connection of a slower worker drops what it cannot take, and that worker
-fetches the rest.
+fetches it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Membership:
     gone: dict[int, str] = field(default_factory=dict)  # why elastic workers were lost that were forgotten since
     relayed_workers: dict[int, Peer] = field(default_factory=dict)  # by index; see asyncsync.protocol.relays
     follows: bool = False  # another sender numbers the versions (in a relay), so a worker may know newer ones
-    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # with the route
+    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # route, message, frames
     last_refusal: str = ""  # why the last process was refused that asked to be a worker
     refused: Counter[str] = field(default_factory=Counter)  # how many were, by reason
     fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
@@ -384,7 +384,7 @@ class Membership:
 
 @dataclass(slots=True)
 class Outcome:
-    """How far a version has come: what each worker has, why others failed, and which ones have still to answer."""
+    """How far a version has come: ``acked`` (which version a worker has), ``failed`` (why), ``waiting``."""
 
     acked: dict[int, int] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -504,7 +504,7 @@ class Progress:
         return None if lost is None else PeerLost(f"worker {worker} is lost: {lost}")
 
     def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
-        """Why a worker, or its relay, failed to apply this version of a model."""
+        """Why a worker, or its relay, could not take this version of a model."""
         for one in (peer, None if peer.relay is None else self._membership.peers.get(peer.relay)):
             if one is not None and (model_id, version) in one.failed:
                 return one.failed[model_id, version]
@@ -524,7 +524,7 @@ class Progress:
 
     def why_absent(self, worker: int, models: Iterable[str]) -> str:
         """What keeps this worker from being connected, for error messages. Empty: it is there, has answered for these
-        models, and has applied its targets."""
+        models, and has applied its targets of them."""
         peer = self._membership.find(worker)
         if peer is None:
             return f"worker {worker} has not connected (did it start? see its stderr)"
@@ -598,7 +598,7 @@ class FanOut:
         self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], announcement: Announcement | None
     ) -> Cast | None:
         """If what was just taken from the outbox begins a run of one announcement to many workers, take out the run.
-        Returns the CAST that reaches most of them, and puts the rest back. None: send it to this route."""
+        Returns the CAST that reaches many of them, and puts the others back. None: send it to this route."""
         if not self.subscribed or announcement is None or announcement.instruction is not instruction:
             return None
         outbox, serial = self._membership.outbox, announcement.serial

@@ -2,8 +2,8 @@
 travels down the whole tree. No I/O, no clock.
 
 A relay gets what is meant for all workers and passes it on. Its reports say how far its workers are. When a worker has
-moved from one relay to another, both may report it for a moment. The sender then believes the relay at which the worker
-arrived last, and prefers one that does not report it as lost.
+moved from one relay to another, both may report it for a moment. The sender then believes a relay that does not report
+it as lost; of several, the one that began last to report it.
 
 A worker requests its targets by PING. A relay answers at once with what it has itself. If the worker wants the answer
 of the tree's root, the relay passes the request to the sender above it, which may be a relay, too. Without a session

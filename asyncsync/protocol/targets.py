@@ -52,15 +52,14 @@ class Peer:
     shown_layouts: dict[str, bytes] = field(default_factory=dict)  # in its last WELCOME
     welcomes: int = 0
     unanswered_welcomes: int = 0
-    shown: dict[tuple[str, bytes], int] = field(
-        default_factory=dict
-    )  # per layout, the first WELCOME whose refusal counts
+    # Per layout, the number of the first WELCOME to which a refusal counts.
+    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
     welcome_after_ping: int = 0  # the last PING before the last WELCOME
-    ready: bool = False  # whether it has answered a WELCOME
+    ready: bool = False  # whether it has answered a WELCOME over its present connection
     opens: bool = True  # whether it may open this process's memory, if it is local
     transfer: Transfer | None = None
-    lost: str | None = None  # why
-    lost_at: int = 0  # the last version that a publication had been given
+    lost: str | None = None  # why; None: it is there
+    lost_at: int = 0  # the last version that a publication had been given by then
     lost_since: float = 0.0
     slow: bool = False
     unreachable_since: float | None = None
@@ -116,7 +115,7 @@ class Peer:
         return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
 
     def agrees(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
-        """True if it has accepted the layouts of the models that it has, and was shown no others since."""
+        """True if it has accepted these layouts, as far as it has their models, and was shown no others since."""
         for layout in layouts:
             model_id, digest = layout
             if model_id in self.hello.have and (
@@ -146,8 +145,8 @@ class Peer:
     def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
         """Forget its answers to those of a publication's layouts that it has refused, or was shown and has not
         accepted: the next WELCOME asks again, and a refusal on its way no longer counts. Layouts in ``waiting`` were
-        shown for other pending publications, so those WELCOMEs stand. True if that WELCOME may be sent now; to a worker
-        that has stopped answering, it is sent after its answer (:attr:`lacks_welcome`)."""
+        shown for other pending publications, so those WELCOMEs stand. True if there is a layout to ask for, and that
+        WELCOME may be sent now. A worker that has stopped answering gets it when it answers (:attr:`lacks_welcome`)."""
         again = [
             layout
             for layout in layouts
@@ -538,7 +537,7 @@ class Targets:
         return next((p.models for p, *_ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
-        """Forget everything: another trainer will publish it anew."""
+        """Forget all models and versions: another trainer will publish everything anew."""
         self.close()
         self.models = {}
         self.version = self.published = self._carried_on_from = 0

@@ -31,7 +31,8 @@ from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, STAGE, Epoch, Ins
 
 # Announcements of the previous sender may still reach a worker after its report. The gap keeps our serials off theirs.
 SERIAL_GAP = 1 << 16
-# One worker's report moves the serials of all workers. These limits keep a worker that lies from using them up.
+# One worker's report moves the serials of all workers. With these limits, a worker that lies would need a thousand
+# million messages to use them up.
 LARGEST_SERIAL_LEAP = 1 << 32
 LAST_SERIAL_LEAP = 1 << 63
 KEPT_ANSWERS = 1024  # in a relay, until it can pass them on; the root requests lost ones again
@@ -114,8 +115,8 @@ class Trainer:
     ) -> int:
         """Make these slabs the targets, as soon as the workers concerned have accepted their layouts. Returns the
         version: the next one, or ``version``, which another sender has given. The caller keeps its own references. If
-        a slab is still being packed, call :meth:`stream` for each piece of it, or :meth:`abandon`. Raises Fenced or
-        ClosedError like :meth:`check_open`.
+        a slab is still being packed, call :meth:`stream` whenever more of it is packed, or :meth:`abandon`. Raises
+        Fenced or ClosedError like :meth:`check_open`.
 
         With ``stages``, workers hold the version, and the targets stay as they are, until :meth:`commit`. A publication
         drops the version that was staged before, so there is one at most.
@@ -565,7 +566,7 @@ class Trainer:
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
     def _is_accepted_already(self, publication: Publication) -> bool:
-        """True if nothing else is pending, and no worker needs a WELCOME. So it is in a training loop."""
+        """True if nothing else is pending, and no worker needs a WELCOME. This is the usual case in a training loop."""
         if len(self.targets.pending) != 1 or self._is_assembling(publication):
             return False
         return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
@@ -599,7 +600,8 @@ class Trainer:
     # -- the next update of each worker --------------------------------------------------------------------------------
 
     def _send_due(self, *peers: Peer) -> None:
-        """Start the next UPDATE for each of these workers (none given: all) that has none outstanding."""
+        """Start the next UPDATE for each of these workers (none given: all) that has none outstanding and lacks
+        something."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
                 self._announce(peer)
@@ -626,9 +628,9 @@ class Trainer:
         self._start_transfer(peer, last, parts)
 
     def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
-        """Go past this serial, if it is newer than what this sender has sent to the worker: the worker ignores what is
-        not newer. It has that announcement from another sender of the epoch, which has its own serials: from a relay
-        that was killed, or which the worker has left."""
+        """A worker has had this serial in this epoch, and ignores announcements that are not newer. If this sender has
+        not sent it that one, another sender has, which counts by itself: a relay that was killed, or that the worker
+        has left. Then go on behind that serial."""
         if serial <= peer.serial or not (self.serial or self.membership.follows):
             return
         peer.serial, self.announcement = 0, None
