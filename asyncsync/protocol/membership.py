@@ -76,12 +76,12 @@ class Membership:
     _welcome: Callable[[Peer], None]  # sends a worker its WELCOME
     peers: dict[int, Peer] = field(default_factory=dict)  # by index; an elastic trainer forgets lost ones after a while
     routes: dict[bytes, Peer] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)  # why elastic workers were lost that were forgotten since
+    gone: dict[int, str] = field(default_factory=dict)  # by index: why a worker was lost that is forgotten now
     relayed_workers: dict[int, Peer] = field(default_factory=dict)  # by index; see asyncsync.protocol.relays
     follows: bool = False  # another sender numbers the versions (in a relay), so a worker may know newer ones
     outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # route, message, frames
-    last_refusal: str = ""  # why the last process was refused that asked to be a worker
-    refused: Counter[str] = field(default_factory=Counter)  # how many were, by reason
+    last_refusal: str = ""  # the reason for the last refusal of a process
+    refused: Counter[str] = field(default_factory=Counter)  # how many processes were refused, by reason
     fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
     unwatched: set[bytes] = field(default_factory=set)  # local incarnations whose end the shell would not notice
     shortage: str = ""  # why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
