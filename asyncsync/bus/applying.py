@@ -140,9 +140,9 @@ class Applying(Link):
         if self._offered is passed:
             self._offered = []
         for staging in passed:
-            if staging.heard or staging.abandoned:
+            if staging.seen_by_loop or staging.abandoned:
                 continue
-            staging.heard = True
+            staging.seen_by_loop = True
             if staging.error is None and self.cascade.concerns(staging.parts):
                 # Nothing newer goes through the gate until those below have this one, and it counts as applied.
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
@@ -225,7 +225,7 @@ class Applying(Link):
                 newest = machine.targets.get(model_id, 0)
                 raise Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
             is_to_come = epoch is not None and epoch > now
-            if not is_to_come and (never := machine.cannot_take(model_id, version)) is not None:
+            if not is_to_come and (never := machine.why_not_taken(model_id, version)) is not None:
                 raise never
             self._check_ended()
             if not is_to_come:
@@ -286,7 +286,7 @@ class Applying(Link):
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
-        held = self.machine.holdings.held.get(model_id)
+        held = self.machine.holdings.updates.get(model_id)
         return None if held is None else held[:2]
 
     async def _until(
@@ -384,7 +384,7 @@ class Applying(Link):
             # The trainer may have taken its weights back since then, and left, because they do not fit.
             if not machine.holdings.version(model_id):
                 self._check_refused(model_id)
-            if machine.settled(model_id):
+            if machine.is_connected(model_id):
                 return True
             self._check_ended()
             self._check_refused(model_id)
@@ -442,7 +442,7 @@ class Applying(Link):
             return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
 
         await self._until(is_current, timeout, model_id, again=session.request, late=late)
-        return machine.holdings.held[model_id][:2]
+        return machine.holdings.updates[model_id][:2]
 
     async def wait_reached(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one. What waits for ``receive`` is applied; of several
@@ -459,7 +459,7 @@ class Applying(Link):
             )
 
         await self._until(is_reached, timeout, model_id, *others, late=late)
-        return self.machine.holdings.held[model_id][:2]
+        return self.machine.holdings.updates[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of all these models that are to have it."""
@@ -529,7 +529,7 @@ class Applying(Link):
 
     async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
-        slab = self.machine.holdings.held[model_id][2].retain()
+        slab = self.machine.holdings.updates[model_id][2].retain()
         self.copying += 1
         try:
             return then(await self.run(slab.copy, slab.nbytes))

@@ -508,7 +508,7 @@ class BusCore:
         # worker that has not, and why; NotConnected if nobody is to get it; ValueError: it was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         machine = link.caught_up()
-        machine.check_issued(version)
+        machine.check_not_dropped(version)
         progress = machine.progress
         chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
         if not chosen or len(chosen) < (quorum or 0):
@@ -516,7 +516,7 @@ class BusCore:
 
         def outcome() -> Outcome:
             link.caught_up().check_open()
-            machine.check_issued(version)
+            machine.check_not_dropped(version)
             return progress.of(version, chosen, models, staged=True)
 
         await link.wait(lambda: outcome().is_over(quorum), timeout)
@@ -572,7 +572,7 @@ class BusCore:
         relay."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
         whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
-        behind = link.machine.behind.workers
+        behind = link.machine.relayed.workers
         for worker in whom:
             if worker in behind and worker not in link.machine.peers:
                 raise ValueError(
@@ -582,7 +582,7 @@ class BusCore:
         deadline = link.loop.time() + timeout
         version = await link.publish(sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages)
         if self.on_published is not None:
-            link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
+            link.machine.targets.when_target(version, partial(self.on_published, version, sorted(whom) or None))
         if self.calls is not None and not stages:
             self.calls.begin(version, workers, list(sources))
         return version

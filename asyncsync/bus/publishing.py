@@ -92,7 +92,7 @@ class Publishing(Link):
         self.machine = machine
         self.min_workers = min_workers
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
-        self.observer = TrainerObserver(machine.progress.awaited, hooks)
+        self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
@@ -219,7 +219,7 @@ class Publishing(Link):
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
         targets = self.machine.targets
-        replaced = targets.keep(parts)
+        replaced = targets.retain_current(parts)
         version = None
         self.end_staged()
         try:
@@ -237,7 +237,7 @@ class Publishing(Link):
             self.observer.tell("publish.packed", life, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self.closed or complete:
-                targets.forget(replaced)
+                targets.release_retained(replaced)
             else:
                 self.machine.abandon(version, replaced)
                 self.settle()
@@ -254,7 +254,7 @@ class Publishing(Link):
         if not self.closed:
             with self.guard():
                 self.caught_up()
-                self.machine.packed()
+                self.machine.stream()
                 self.settle()
 
     async def _acquire(
@@ -299,7 +299,7 @@ class Publishing(Link):
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
                 return True
-            wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
+            wanted = {*machine.targets.slabs(), *machine.leases.held_by_takers(), *(job.slab for job in jobs)}
             return pool.has_room(nbytes, wanted, count)
 
         self._full = pool
@@ -359,10 +359,10 @@ class Publishing(Link):
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode(self) -> None:
-        """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
+        """Encode the next pieces that the machine has ``to_encode``, unless some are under way."""
         if self._is_encoding or self.closed:
             return
-        wanted = self.machine.wanted
+        wanted = self.machine.to_encode
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
@@ -440,7 +440,7 @@ class Publishing(Link):
             return False
         if len(peers) < (self.min_workers if machine.num_workers is None else machine.num_workers):
             return False  # sending has to report who is missing
-        if any(peer.unsettled or peer.slow for peer in peers):
+        if any(peer.owes_answer or peer.slow for peer in peers):
             return False
         known = self._known.get(model_id)
         if known is None or known.layout is not layout:  # that layout was only tried

@@ -153,7 +153,7 @@ class Reporter:
     def report(self) -> Report:
         """As things are now; the machine has caught up with the fast path."""
         machine, now = self._machine, self._clock()
-        peers, targets = {**machine.behind.workers, **machine.peers}, machine.targets
+        peers, targets = {**machine.relayed.workers, **machine.peers}, machine.targets
         names = sorted(targets.models)[: messages.MAX_REPORTED_MODELS]
         models = []
         for name in names:

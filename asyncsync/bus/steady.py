@@ -235,9 +235,9 @@ class SteadyWorker:
             return None
         newest, holdings, model_id = self._newest, machine.holdings, self._model_id
         # Nothing is called: no interrupt leaves half of this.
-        holdings.held[model_id][2].references -= 1
+        holdings.updates[model_id][2].references -= 1
         slab.references += 1
-        self._machine.serial, machine.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        self._machine.serial, machine.base, holdings.updates[model_id] = serial, base, (self._epoch, version, slab)
         machine.targets[model_id] = version
         machine.bytes_received += self._nbytes
         machine.last_seen = now
@@ -252,7 +252,7 @@ class SteadyWorker:
         )
         self._machine.serial, machine.base, machine.targets[self._model_id] = base[0], base, version
         machine.bytes_received += self._nbytes
-        machine.line_up(staging)
+        machine.enqueue(staging)
         machine.end_fast_path()
 
     def _apply(self) -> None:

@@ -27,7 +27,7 @@ from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
-from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
+from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome, Progress
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
@@ -128,7 +128,7 @@ class TrainerLink(Publishing):
             self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
         except zmq.ZMQError as error:
             logger.warning("no fan-out, so each worker gets its own copy: %s", error)
-        self.machine.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
+        self.machine.fanout.use_port(0 if self.broadcast is None else self.broadcast.port)
 
     def report(self) -> Report:
         self.caught_up()
@@ -136,7 +136,7 @@ class TrainerLink(Publishing):
 
     def status(self, models: list[str]) -> BusStatus:
         machine, now = self.caught_up(), self.loop.time()
-        workers = sorted({*machine.membership.expected(), *machine.peers, *machine.behind.workers})
+        workers = sorted({*machine.membership.expected(), *machine.peers, *machine.relayed.workers})
         return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
     def figures(self) -> list[Metric]:
@@ -294,7 +294,7 @@ class TrainerLink(Publishing):
         if not await self.wait(are_there, max(0.0, deadline - self.loop.time())):
             raise self._not_connected(f" within {timeout:g} s:", models)
         for model_id in models:
-            machine.assemble(model_id)
+            machine.mark_assembled(model_id)
 
     def _not_connected(self, why: str, models: list[str]) -> NotConnected:
         membership, progress = self.machine.membership, self.machine.progress
@@ -304,8 +304,8 @@ class TrainerLink(Publishing):
         if self.machine.num_workers is None:
             there = len(expected) - len(reasons)
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
-        if membership.turned_away:
-            reasons.append(f"the sender turned one away: {membership.turned_away}")
+        if membership.last_refusal:
+            reasons.append(f"the sender turned one away: {membership.last_refusal}")
         if self.refused:
             reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in self.refused.items()))
         return NotConnected(f"not connected{why} {'; '.join(reasons)}. connect() may be called again")
@@ -333,7 +333,7 @@ class TrainerLink(Publishing):
             self.machine.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.heard(peer.worker, instruction)
-            if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.at(route)):
+            if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.peer_at(route)):
                 assert self.admission is not None
                 self.admission.take(new.worker, key)
         except ProtocolError as error:
@@ -353,7 +353,7 @@ class TrainerLink(Publishing):
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
         """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is answered then."""
         try:
-            key = admission.check(frame, instruction, self.machine.membership.at(route))
+            key = admission.check(frame, instruction, self.machine.membership.peer_at(route))
         except ProtocolError as error:
             if isinstance(instruction, Hello):
                 self.machine.membership.refuse(route, instruction.nonce, str(error))
@@ -423,7 +423,7 @@ class TrainerLink(Publishing):
         with self.guard():
             if nonce in self.side_channels.of:
                 self.side_channels.of[nonce].drain()  # its last messages
-            self.caught_up().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+            self.caught_up().process_ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
             self._watch()
             self.settle()
 
@@ -479,7 +479,7 @@ class TrainerLink(Publishing):
                         continue
                 peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
                 # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
-                channel = None if peer is None or peer.unsettled else channels.get(peer.nonce)
+                channel = None if peer is None or peer.owes_answer else channels.get(peer.nonce)
                 if channel is not None and channel.send((header, *payload)):
                     outcome = 0
                 else:
@@ -487,7 +487,7 @@ class TrainerLink(Publishing):
                     outcome = self._socket.send((route, header, *payload))
                 if outcome == zmq.EAGAIN:
                     failed = True
-                    machine.clogged(route)
+                    machine.queue_full(route)
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
                     machine.unreachable(route, self.loop.time())
@@ -498,7 +498,7 @@ class TrainerLink(Publishing):
                 self._socket.flushed()
         if failed:
             self.notify()
-        if machine.wanted:
+        if machine.to_encode:
             self.encode()
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
@@ -513,8 +513,8 @@ class TrainerLink(Publishing):
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
         assert self.broadcast is not None
         fanout = self.machine.fanout
-        cast = fanout.gather(route, instruction, payload, self.machine.announcement)
-        if cast is None and route != EVERYBODY:
+        cast = fanout.merge_into_cast(route, instruction, payload, self.machine.announcement)
+        if cast is None and route != ALL_SUBSCRIBERS:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
         if cast is not None and isinstance(instruction, Update) and (self.served or self.observer.lives):

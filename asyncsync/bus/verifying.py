@@ -82,7 +82,7 @@ class WorkerVerifying:
     _task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        question = self._link.machine.asked
+        question = self._link.machine.open_question
         if question is not None and self._task is None and not (self._link.machine.leaving or self._link.closed):
             # In a context of its own: the caller's may be inside a hold, which this one must not count as.
             self._task = self._link.loop.create_task(self._answer(question), context=Context())
@@ -126,7 +126,7 @@ class WorkerVerifying:
         return version, digests
 
     def _layout(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
-        held = self._link.machine.holdings.held.get(model_id)
+        held = self._link.machine.holdings.updates.get(model_id)
         if held is not None and held[:2] == (epoch, version):
             return held[2].layout
         for staging in self._link.machine.staged:  # applied by another thread, of which the loop has not heard yet

@@ -125,7 +125,7 @@ class WorkerLink(Applying, Memory):
         await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
         if await self._detach([model_id]) and not self.closed:
             del self.transports[model_id]
-            self.machine.holdings.take_out(model_id)
+            self.machine.holdings.remove_model(model_id)
             self.settle()
 
     def pass_on(self, model_id: str, context: Any) -> None:
@@ -253,7 +253,7 @@ class WorkerLink(Applying, Memory):
         if (steady := machine.steady(again.serial)) is None:
             return
         model_id, part = steady
-        newest, binding = machine.holdings.held[model_id][2], machine.models[model_id]
+        newest, binding = machine.holdings.updates[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
             return
@@ -348,7 +348,7 @@ class WorkerLink(Applying, Memory):
             self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
             self._offer()
-        if machine.asked is not None:
+        if machine.open_question is not None:
             self.verifying.begin()
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()

@@ -59,7 +59,7 @@ class Guest:
         session = machine.session
 
         def have_come() -> bool:
-            return any(session.served.values()) and all(map(machine.settled, session.served))
+            return any(session.served.values()) and all(map(machine.is_connected, session.served))
 
         def is_over() -> bool:
             return session.ended is not None or (dialer.is_refused and not dialer.has_others)

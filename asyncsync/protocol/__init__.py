@@ -1,1 +1,1 @@
-"""The protocol: both state machines. No asyncio, no ZeroMQ, no files, no clock."""
+"""The protocol: the state machines of trainer and worker. No asyncio, no ZeroMQ, no files, no clock."""

@@ -1,22 +1,22 @@
-"""Which workers are there, who takes the place of whom, how far each is, and how one message reaches many of them. No
-I/O, no clock.
+"""Which workers are there, which newcomer takes a worker's place, how far each worker is, and how one message reaches
+many of them. No I/O, no clock.
 
-A HELLO may come for a worker that is there already, from another incarnation or over a new connection. A worker that
-answers a PING keeps its place, and the newcomer is refused: its index was given twice, or a stranger has sent HELLO. A
-worker that has ended, or is silent for so long, gives way, but only to a newcomer that has proved itself: that has
-answered for the layouts of its WELCOME. Until then a newcomer changes nothing. There is one per worker at most, so they
-cannot fill memory; one that gets no answer repeats its HELLO.
+A HELLO may come for a worker that is there already, from another incarnation or over a new connection. If the worker
+answers a PING, it keeps its place, and the trainer refuses the newcomer: two processes have the same index, or a
+stranger has sent HELLO. If the worker has ended or stays silent, it loses its place, but only to a newcomer that has
+proved itself by answering for the layouts of its WELCOME. Until then a newcomer changes nothing. There is at most one
+per worker, so newcomers cannot fill memory. A newcomer that gets no answer repeats its HELLO.
 
-Fan-out: the trainer sends an announcement over each worker's own connection, or in a CAST to all subscribers; only the
-cost differs. A CAST names the announcement before it (``since``), and the workers that have had that one but are not to
-have this one: they are behind, lost, or have targets of their own. A worker takes a CAST only if ``since`` is the
-latest announcement that it has had, and if the CAST does not name it. So a worker is named only once: it ignores all
-that follows, as does a worker that has missed an announcement. By PONG the trainer learns of it, as always, and sends
-the worker what it lacks over its own connection.
+Fan-out: the trainer sends an announcement over each worker's own connection, or in a CAST to all subscribers. Only the
+cost differs. A CAST names the announcement before it (``since``), and excludes workers that have had that one but must
+not take this one: they are behind, lost, or have targets of their own. A worker takes a CAST only if ``since`` is the
+latest announcement that it has had, and if the CAST does not exclude it. So the trainer excludes a worker only once:
+the worker ignores all later CASTs, as does a worker that has missed an announcement. As always, PONG shows the trainer
+what that worker lacks, and the trainer sends it over the worker's own connection.
 
-The trainer pushes bytes that do not ride in the announcement to all subscribers, too, as far as the fastest quarter
-of the workers that are to have them gives credit. The connection of a slower worker drops what it cannot take, and that
-worker fetches it.
+The trainer also pushes to all subscribers the bytes that do not ride in the announcement. It goes as far as the fastest
+quarter of their recipients gives credit. The connection of a slower worker drops what it cannot take, and that worker
+fetches it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,27 @@ MAX_PEERS = 16_384
 KEPT_NONCES = 4096
 GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has lost
 PATIENCE = 2.0
-# Of the time between two checks, no more than this counts: the answer may have come while this process was busy.
+# A check counts at most this much silence, because the answer may have come while this process was busy.
 CHECK_SECONDS = 0.25
-EVERYBODY = b""
-"""In the outbox, the route of what goes to all subscribers."""
-PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
-KEPT = 8  # of the latest announcements, who was sent them
+ALL_SUBSCRIBERS = b""
+"""The route in the outbox that stands for all subscribers."""
+PUSHED_CHUNK = 1 << 20  # a full connection drops whole chunks
+KEPT_ANNOUNCEMENTS = 8  # whose recipients are remembered
 
 
 @dataclass(eq=False)
 class Newcomer:
-    """Somebody who wants the place of a worker, as its last HELLO describes it.
-
-    The holder of the place has to answer the PING of the number ``ping``. If it is silent, the newcomer is sent a
-    WELCOME, at ``welcomed_at``; None: it waits.
-    """
+    """A process that wants the place of a worker. It is sent a WELCOME if the holder of the place stays silent."""
 
     holder: Peer
-    peer: Peer
-    ping: int
-    checked: float  # when its silence was measured last
+    peer: Peer  # made from the newcomer's last HELLO
+    ping: int  # the holder keeps its place by answering this PING
+    checked: float  # when the holder's silence was counted last
     _patience: float = PATIENCE
-    welcomed_at: float | None = None
+    welcomed_at: float | None = None  # None: not yet
 
-    def outwaits(self, now: float) -> bool:
-        """Whether the holder has been silent for too long by now."""
+    def count_silence(self, now: float) -> bool:
+        """Count the holder's silence since the last call. True: it has been silent for too long."""
         self._patience -= min(now - self.checked, CHECK_SECONDS)
         self.checked = now
         return self._patience <= 0.0
@@ -70,70 +66,57 @@ class Newcomer:
 
 @dataclass(eq=False)
 class Membership:
-    """The workers of one trainer. ``welcome`` sends one a WELCOME.
+    """The workers of one trainer."""
 
-    Attributes:
-        epoch: rises above that of a trainer before this one.
-        peers: by their index, lost ones too; of an elastic trainer, for some time.
-        gone: elastic workers that were lost a while ago, and why.
-        outbox: ``(route, instruction, payload frames)`` to be sent, in order.
-        turned_away, refused: why the last one was that was turned away, and how many were, by reason.
-        unwatched: the incarnations beside this process whose end would go unnoticed; the shell says so.
-        fanout_port: where workers can subscribe to what goes to all of them, beside the trainer's address; 0: nowhere.
-        shortage: why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
-        behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.relays`.
-        follows: whether another sender has published what this one serves: a worker may know more of it than this one.
-    """
-
-    epoch: Epoch
+    epoch: Epoch  # raised above that of an earlier trainer
     identity: Identity
     num_workers: int | None
     settings: Settings
     _targets: Targets
-    _welcome: Callable[[Peer], None]
-    peers: dict[int, Peer] = field(default_factory=dict)
+    _welcome: Callable[[Peer], None]  # sends a worker its WELCOME
+    peers: dict[int, Peer] = field(default_factory=dict)  # by index; an elastic trainer forgets lost ones after a while
     routes: dict[bytes, Peer] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
-    behind: dict[int, Peer] = field(default_factory=dict)
-    follows: bool = False
-    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)
-    turned_away: str = ""
-    refused: Counter[str] = field(default_factory=Counter)
-    fanout_port: int = 0
-    unwatched: set[bytes] = field(default_factory=set)
-    shortage: str = ""
-    _superseded: dict[bytes, None] = field(default_factory=dict)
-    _newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the worker whose place they want
+    gone: dict[int, str] = field(default_factory=dict)  # by index: why a worker was lost that is forgotten now
+    relayed_workers: dict[int, Peer] = field(default_factory=dict)  # by index; see asyncsync.protocol.relays
+    follows: bool = False  # another sender numbers the versions (in a relay), so a worker may know newer ones
+    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)  # route, message, frames
+    last_refusal: str = ""  # the reason for the last refusal of a process
+    refused: Counter[str] = field(default_factory=Counter)  # how many processes were refused, by reason
+    fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
+    unwatched: set[bytes] = field(default_factory=set)  # local incarnations whose end the shell would not notice
+    shortage: str = ""  # why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
+    _superseded: dict[bytes, None] = field(default_factory=dict)  # the nonces of earlier incarnations
+    _newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the index that they want
 
-    # -- who is there -----------------------------------------------------------------------------------------------
+    # -- which workers are there ------------------------------------------------------------------------------------
 
     def find(self, worker: int) -> Peer | None:
-        """Who is this worker, connected here or behind a relay."""
-        return self.peers.get(worker) or self.behind.get(worker)
+        """The worker of this index, connected here or behind a relay."""
+        return self.peers.get(worker) or self.relayed_workers.get(worker)
 
     def expected(self) -> list[int]:
-        """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
+        """The workers that there should be: a fixed number, or those that are there. Relays and guests are none."""
         if self.num_workers is not None:
             return list(range(self.num_workers))
         return [p.worker for p in self.workers() if not p.lost]
 
     def eligible(self, models: Collection[str]) -> list[int]:
-        """Those of them that have one of these models, or may come with it."""
+        """The expected workers that have one of these models, or are not known yet."""
         without = {p.worker for p in self.workers() if p.hello.have.keys().isdisjoint(models)}
         return [worker for worker in self.expected() if worker not in without]
 
     def workers(self) -> Iterator[Peer]:
-        """Those that are there, or have been; not relays and guests."""
+        """The workers that are there, or were; without relays and guests."""
         for peer in self.peers.values():
             if peer.is_worker:
                 yield peer
-        for worker, peer in self.behind.items():
+        for worker, peer in self.relayed_workers.items():
             if worker not in self.peers:
                 yield peer
 
     @property
     def welcomed(self) -> list[Peer]:
-        """The workers that were sent a WELCOME: those who are there, and newcomers that are about to take a place."""
+        """The peers that were sent a WELCOME: those that are there, and newcomers that may take a place next."""
         there = [peer for peer in self.peers.values() if not peer.lost]
         return there + [one.peer for one in self._newcomers.values() if one.welcomed_at is not None]
 
@@ -142,9 +125,9 @@ class Membership:
 
     # -- HELLO ------------------------------------------------------------------------------------------------------
 
-    def hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
-        """A worker has connected, perhaps once more, or somebody wants its place. Raises ProtocolError, with nothing
-        changed, if it claims what cannot be."""
+    def receive_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
+        """A worker has connected, perhaps again, or another process wants its place. Raises ProtocolError, with nothing
+        changed, if its claims cannot be true."""
         worker, nonce = hello.worker, hello.nonce
         is_worker = hello.role == "worker"
         if is_worker is not (worker < FIRST_GUEST):
@@ -165,13 +148,13 @@ class Membership:
         peer = self.peers.get(worker)
         same = peer is not None and peer.nonce == nonce
         if peer is not None and same and hello.attempt <= peer.hello.attempt:
-            return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more
+            return  # a duplicate, or older than one that has come: the worker has left that connection
         local = self.identity.is_beside(hello.pid, hello.boot, hello.namespace)
         codec = self.settings.compress
         codec = codec if codec and is_decodable(codec, hello.codecs) else ""
         new = Peer(worker, nonce, route, hello, local, now, applied=applied, codec=codec)
         if peer is not None and not peer.lost and peer.route != route:
-            self._contend(peer, new, now)
+            self._contest_place(peer, new, now)
         elif peer is not None and same:
             self._move(peer, new, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
@@ -196,24 +179,23 @@ class Membership:
         self._welcome(peer)
 
     def check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        """Raise ProtocolError if this worker cannot have these."""
+        """Raise ProtocolError if this worker cannot have these versions."""
         for model_id, version in versions.items():
             if (version > self._targets.version and not self.follows) or model_id not in peer.hello.have:
                 raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
-    def at(self, route: bytes) -> Peer | None:
-        """Who is reached there, or wants to be."""
+    def peer_at(self, route: bytes) -> Peer | None:
+        """The newcomer, or else the peer, that this route reaches."""
         newcomer = self.newcomer_at(route)
         return self.routes.get(route) if newcomer is None else newcomer.peer
 
     def newcomer_at(self, route: bytes) -> Newcomer | None:
-        """Who wants the place of a worker, and is reached there."""
         return next((one for one in self._newcomers.values() if one.peer.route == route), None)
 
-    def _contend(self, holder: Peer, peer: Peer, now: float) -> None:
-        """HELLO from elsewhere than where this worker is: from another incarnation, or over a new connection."""
+    def _contest_place(self, holder: Peer, peer: Peer, now: float) -> None:
+        """HELLO did not come over the worker's own connection. Ask the holder of the place by PING if it is there."""
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is None:
             self.ping(holder, now)
@@ -221,17 +203,17 @@ class Membership:
         elif newcomer.peer.nonce == peer.nonce and peer.hello.attempt <= newcomer.peer.hello.attempt:
             return
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
-            if now >= newcomer.welcomed_at + self.settings.retry_interval:  # else one after the other
+            if now >= newcomer.welcomed_at + self.settings.retry_interval:  # until then, that one may still answer
                 why = f"it did not answer, and another process asked to be worker {peer.worker}"
-                self._turn_away(newcomer, why)
-                self._contend(holder, peer, now)
+                self._refuse_newcomer(newcomer, why)
+                self._contest_place(holder, peer, now)
             return
         newcomer.peer = peer
         if newcomer.welcomed_at is not None:
             self._welcome(peer)
 
-    def _admit(self, newcomer: Newcomer, now: float) -> None:
-        """The holder of the place is silent: let the newcomer prove itself, unless it is the holder."""
+    def _let_prove(self, newcomer: Newcomer, now: float) -> None:
+        """The holder of the place is silent: let the newcomer prove itself. The holder itself just moves here."""
         holder, peer = newcomer.holder, newcomer.peer
         if peer.nonce == holder.nonce:
             del self._newcomers[holder.worker]
@@ -240,8 +222,8 @@ class Membership:
             newcomer.welcomed_at = now
             self._welcome(peer)
 
-    def prove(self, newcomer: Newcomer, instruction: Instruction, now: float) -> Peer | None:
-        """Take in what a newcomer answers; returns it if it has taken the place with that. Raises ProtocolError for an
+    def on_newcomer(self, newcomer: Newcomer, instruction: Instruction, now: float) -> Peer | None:
+        """Handle a newcomer's message. Returns its peer if it takes the place with that. Raises ProtocolError for an
         instruction that only a worker may send."""
         holder, peer = newcomer.holder, newcomer.peer
         if isinstance(instruction, messages.Refused) and newcomer.welcomed_at is not None:
@@ -249,7 +231,7 @@ class Membership:
         elif isinstance(instruction, messages.Ready) and newcomer.welcomed_at is not None:
             peer.ready = True
             peer.accepted.update(instruction.digests.items())
-            if not peer.unsettled:
+            if not peer.owes_answer:
                 self._supersede(holder)
                 self._enter(peer, now)
                 return peer
@@ -259,40 +241,40 @@ class Membership:
             raise ProtocolError(f"{type(instruction).__name__} from a process that is not worker {peer.worker} yet")
         return None
 
-    def answered(self, holder: Peer, ping: int) -> None:
-        """A worker has answered this PING: it keeps its place."""
+    def note_answer(self, holder: Peer, ping: int) -> None:
+        """A worker has answered this PING, so it keeps its place."""
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
             text = f"worker {holder.worker} is connected already{where}: two workers have this index"
-            self._turn_away(newcomer, f"{text}; give each its own")
+            self._refuse_newcomer(newcomer, f"{text}; give each its own index")
 
-    def _turn_away(self, newcomer: Newcomer, why: str) -> None:
+    def _refuse_newcomer(self, newcomer: Newcomer, why: str) -> None:
         self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)
         del self._newcomers[newcomer.holder.worker]
 
     def refuse(self, route: bytes, nonce: bytes, why: str) -> None:
-        """Send away somebody who is no worker."""
-        self.turned_away = why
+        """Send away a process that is no worker here."""
+        self.last_refusal = why
         self._bye(route, nonce, "refused", why)
 
     def expel(self, peer: Peer, why: str) -> None:
-        """Send away a worker that is there, and whoever wants its place. It is to be lost next."""
+        """Send away a worker, and a newcomer that wants its place. The caller marks it as lost."""
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._turn_away(newcomer, why)
+            self._refuse_newcomer(newcomer, why)
         self._bye(peer.route, peer.nonce, "refused", why)
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
 
-    def outrun(self, hello: messages.Hello) -> None:
-        """A worker has seen a higher epoch: go past it, as nothing has been sent yet."""
+    def raise_epoch_above(self, hello: messages.Hello) -> None:
+        """Begin an epoch above the one that a worker has seen; this trainer has announced nothing yet."""
         assert hello.epoch is not None
         if hello.epoch[0] >= MAX_START:
             raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
-        self.begin((hello.epoch[0] + 1, self.epoch[1]))
+        self.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))
 
-    def begin(self, epoch: Epoch) -> None:
-        """Another epoch, in which nothing has been sent yet."""
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Begin another epoch, in which nothing was announced yet."""
         self.epoch = epoch
         for one in self._newcomers.values():
             one.peer.applied = {}
@@ -311,7 +293,7 @@ class Membership:
         self._superseded[peer.nonce] = None
         while len(self._superseded) > KEPT_NONCES:
             del self._superseded[next(iter(self._superseded))]
-        self.drop(peer)
+        self.forget(peer)
 
     def _send_superseded(self, route: bytes, worker: int, nonce: bytes) -> None:
         text = f"a newer process is worker {worker} now: this worker was restarted, or two workers have this index"
@@ -324,8 +306,8 @@ class Membership:
     def _bye(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
         self.send(route, messages.Bye(self.epoch, nonce, reason, message))
 
-    def drop(self, peer: Peer) -> Newcomer | None:
-        """Forget a peer; returns who wants its place."""
+    def forget(self, peer: Peer) -> Newcomer | None:
+        """Forget a peer. Returns the newcomer that wants its place."""
         peer.end_transfer()
         self.routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
@@ -334,7 +316,7 @@ class Membership:
     # -- liveness ---------------------------------------------------------------------------------------------------
 
     def lose(self, peer: Peer, reason: str, now: float) -> Newcomer | None:
-        """A worker that was there has left, or will not be waited for. Returns who wants its place."""
+        """A worker has left, or is given up. Returns the newcomer that wants its place."""
         peer.lose(reason, self._targets.version, now)
         peer.ready = False
         peer.end_transfer()
@@ -342,19 +324,20 @@ class Membership:
         return self._newcomers.pop(peer.worker, None)
 
     def unreachable(self, route: bytes, now: float) -> Peer | None:
-        """A send found no connection. It may come back; a remote peer that stays away, which is returned, is lost."""
+        """A send found no connection. The peer may come back. Returns it if it has stayed away for too long and no
+        process watch would notice its end: the caller marks it as lost."""
         peer = self.routes.get(route)
         if peer is None or peer.lost:
             return None
         if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._admit(newcomer, now)
+            self._let_prove(newcomer, now)
             if peer.route != route:
                 return None  # it is back already
-        # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
+        # Its transfer keeps the slab: the worker may be reading it by its descriptor, without a connection.
         if peer.unreachable_since is None:
             peer.unreachable_since = now
         elif peer.local and peer.nonce not in self.unwatched:
-            return None  # its end is noticed
+            return None  # the watch over its process notices its end
         elif now - peer.unreachable_since >= self.settings.retry_interval:
             return peer
         return None
@@ -365,20 +348,20 @@ class Membership:
         self.send(peer.route, messages.Ping(self.epoch, peer.ping_seq, peer.serial))
 
     def tick(self, now: float) -> None:
-        """Send the PINGs that are due, and forget who was lost long ago."""
+        """Send the PINGs that are due, and forget peers that were lost long ago."""
         for peer in list(self.peers.values()):
             if peer.lost:
                 if (self.num_workers is None or not peer.is_worker) and now - peer.lost_since > GONE_SECONDS:
-                    self.drop(peer)
+                    self.forget(peer)
                     self._targets.forget_worker(peer.worker)
                     self.gone[peer.worker] = peer.lost
                     while len(self.gone) > MAX_PEERS:
                         del self.gone[next(iter(self.gone))]
                 continue
-            # First: a worker that comes back over another connection owes no answer any more, and its PING may be due.
+            # Before the rest: a worker that moves to a new connection owes no answer any more, and its PING may be due.
             newcomer = self._newcomers.get(peer.worker)
-            if newcomer is not None and newcomer.outwaits(now):
-                self._admit(newcomer, now)
+            if newcomer is not None and newcomer.count_silence(now):
+                self._let_prove(newcomer, now)
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
@@ -388,7 +371,7 @@ class Membership:
                 self.ping(peer, now)
 
     def close(self, *, quietly: bool) -> None:
-        """Send BYE to everybody; not to the workers if they belong to another trainer."""
+        """Send BYE to all; with ``quietly`` only to newcomers, because the workers belong to another trainer."""
         text = "the sender was shut down"
         for peer in self.peers.values():
             peer.end_transfer()
@@ -401,14 +384,14 @@ class Membership:
 
 @dataclass(slots=True)
 class Outcome:
-    """How far a version has come: ``acked``, ``failed`` (why), ``waiting``."""
+    """How far a version has come: ``acked`` (which version a worker has), ``failed`` (why), ``waiting``."""
 
     acked: dict[int, int] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
     def is_over(self, quorum: int | None) -> bool:
-        """True if nobody is waited for any more; with a ``quorum``, if so many have it, or too few ever can."""
+        """True if no answer is missing; with a ``quorum``, if so many workers have it, or fewer than that ever can."""
         if quorum is None:
             return not self.waiting
         return len(self.acked) >= quorum or len(self.acked) + len(self.waiting) < quorum
@@ -416,26 +399,26 @@ class Outcome:
 
 @dataclass(eq=False)
 class Progress:
-    """How far the versions have come; changes nothing."""
+    """How far the versions have come. Changes nothing."""
 
     _membership: Membership
     _targets: Targets
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
-        """The workers whose target is this version or newer, or was, before it was rejected."""
-        if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
-            return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
-        known = {peer.worker for peer in self._membership.workers()}
-        everybody = sorted(known.union(self._membership.expected()))
-        return [worker for worker in everybody if self._is_targeted(worker, version, models)]
+        """The workers whose target is this version or newer, or was until the version was rejected."""
+        members, expected = self._membership, self._membership.expected()
+        if members.num_workers is not None and models and self._targets.are_common(version, models):
+            return [worker for worker in expected if self._models_of(members.find(worker), models)]
+        known = {peer.worker for peer in members.workers()}
+        return [w for w in sorted(known.union(expected)) if self._is_targeted(w, version, models)]
 
     def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
-        if not (mine := self._models_of(worker, models)):
+        peer = self._membership.find(worker)
+        if not (mine := self._models_of(peer, models)):
             return False
         newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
         if any(v >= version for v in newest):
-            peer = self._membership.find(worker)
-            # Of the elastic ones, those that were lost before this version was published are simply gone.
+            # An elastic worker that was lost before this version was published is not waited for.
             return self._membership.num_workers is not None or (
                 peer is not None and (not peer.lost or peer.lost_at >= version)
             )
@@ -444,12 +427,11 @@ class Progress:
     def of(
         self, version: int, workers: Iterable[int], models: Iterable[str] | None = None, *, staged: bool = False
     ) -> Outcome:
-        """Who has applied this version or a newer one, or also has it ready if ``staged``; who cannot; who has still to
-        answer."""
+        """What has become of this version or a newer one at each worker. ``staged``: it need only be staged there."""
         models = None if models is None else list(models)
         result = Outcome()
         for worker in workers:
-            answer = self._answer(worker, version, models, staged=staged)
+            answer = self._result(worker, version, models, staged=staged)
             if answer is None:
                 result.waiting.add(worker)
             elif isinstance(answer, int):
@@ -459,16 +441,16 @@ class Progress:
         return result
 
     def to_stage(self, version: int, models: Collection[str]) -> list[int]:
-        """The workers that are to have this version of these models ready, which is staged, or is a target."""
+        """The workers that should stage this version of these models, or have it as their target."""
         staged = self._targets.staged
         if staged is None or staged.version != version:
             return self.targeted(version, models)
         there = self._membership.eligible(staged.models)
         return [worker for worker in there if staged.workers is None or worker in staged.workers]
 
-    def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
-        """A worker that may still come to hold this version of these models; None: no worker may. ``first``: the one
-        that is looked at before all others."""
+    def find_awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
+        """A worker that may still come to hold this version of these models; None: no worker may. ``first`` is checked
+        before all others."""
         if self._targets.is_staged(version):
             return next(iter(self.to_stage(version, models)), None)
         if (
@@ -477,25 +459,25 @@ class Progress:
             and self.is_outstanding(first, version, models)
         ):
             return first
-        everybody = self.targeted(version, models)
-        return next((worker for worker in everybody if self.is_outstanding(worker, version, models)), None)
+        targeted = self.targeted(version, models)
+        return next((worker for worker in targeted if self.is_outstanding(worker, version, models)), None)
 
     def is_outstanding(self, worker: int, version: int, models: list[str] | None) -> bool:
-        """True while this worker may still come to hold this version; the short form of :meth:`of`."""
-        return self._answer(worker, version, models) is None
+        """True while this worker may still come to hold this version."""
+        return self._result(worker, version, models) is None
 
-    def _answer(
+    def _result(
         self, worker: int, version: int, models: list[str] | None, *, staged: bool = False
     ) -> int | Exception | None:
-        """Which version this worker holds of these models, or has ready if ``staged``, if it is not older; or why it
-        will not; None: it may."""
+        """The version of these models, this one or newer, that the worker holds, or has ready if ``staged``; or why it
+        will not hold it; None: it may still come."""
         peer = self._membership.find(worker)
-        if not staged and peer is not None and models and peer.has(version, models):
+        if not staged and peer is not None and models and peer.has_applied(version, models):
             return min(peer.applied[m] for m in models)
-        mine = self._models_of(worker, models)
+        mine = self._models_of(peer, models)
         waits_for_commit = staged and self._targets.is_staged(version)
-        if waits_for_commit:  # all that is staged is ready together
-            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(worker, None)}
+        if waits_for_commit:  # all models of the staged version are ready together
+            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(peer, None)}
         else:
             found = {m: self._targets.newest(worker, m) for m in mine}
         targets = {m: t for m, t in found.items() if t is not None and t.version >= version}
@@ -506,23 +488,20 @@ class Progress:
                 return min(done)
             if not mine:
                 return PeerLost(f"worker {worker} does not have this model (any more)")
-            return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
-        if peer is None:
-            return self._loss(worker, self._membership.gone.get(worker))
-        has = {m: peer.ahead(m) if staged else peer.applied.get(m, 0) for m in targets}
-        if waits_for_commit:
-            has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
-        if has and all(v >= version for v in has.values()):
-            return min(has.values())
-        for m, target in targets.items():
-            if has[m] < version:
-                error = self.refusal(peer, target) or self._failure(peer, m, target.version)
-                if error is not None:
-                    return error
-        return self._loss(worker, peer.lost)
-
-    def _loss(self, worker: int, reason: str | None) -> PeerLost | None:
-        return None if reason is None else PeerLost(f"worker {worker} is lost: {reason}")
+            return PeerLost(f"worker {worker} will get neither version {version} nor a newer one")
+        if peer is not None:
+            has = {m: peer.applied_or_staged(m) if staged else peer.applied.get(m, 0) for m in targets}
+            if waits_for_commit:
+                has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
+            if has and all(v >= version for v in has.values()):
+                return min(has.values())
+            for m, target in targets.items():
+                if has[m] < version:
+                    error = self.refusal(peer, target) or self._failure(peer, m, target.version)
+                    if error is not None:
+                        return error
+        lost = self._membership.gone.get(worker) if peer is None else peer.lost
+        return None if lost is None else PeerLost(f"worker {worker} is lost: {lost}")
 
     def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
         """Why a worker, or its relay, could not take this version of a model."""
@@ -532,7 +511,7 @@ class Progress:
         return None
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
-        """Why this target will not come: its models come together, and one of them was refused."""
+        """Why the worker will not get this target: its models come together, and the worker has refused one of them."""
         targets = self._targets
         find = targets.staged_for if target.publication is targets.staged else targets.newest
         for model_id in target.publication.models:
@@ -544,8 +523,8 @@ class Progress:
         return None
 
     def why_absent(self, worker: int, models: Iterable[str]) -> str:
-        """For people: what keeps this worker from being connected. Empty: it is there, has answered for these models,
-        and has applied its targets of them."""
+        """What keeps this worker from being connected, for error messages. Empty: it is there, has answered for these
+        models, and has applied its targets of them."""
         peer = self._membership.find(worker)
         if peer is None:
             return f"worker {worker} has not connected (did it start? see its stderr)"
@@ -579,9 +558,8 @@ class Progress:
         late = f"worker {worker} had not {step} version {version} after {seconds:g} s ({state})"
         return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
 
-    def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
-        """The models that concern a worker: those it has, or all while it is not there."""
-        peer = self._membership.find(worker)
+    def _models_of(self, peer: Peer | None, models: Iterable[str] | None) -> list[str]:
+        """Which of these models (None: of all) a worker has; all of them while it is not known."""
         chosen = self._targets.models if models is None else models
         return [m for m in chosen if peer is None or m in peer.hello.have]
 
@@ -589,7 +567,7 @@ class Progress:
 class FanOut:
     """What one trainer sends to all subscribers.
 
-    ``subscribed`` has their nonces. Where the membership has no ``fanout_port``, there are none. ``reached`` has the
+    ``subscribed`` has their nonces; without a ``fanout_port`` of the membership, it is empty. ``reached`` has the
     routes of the workers that the last CAST was for.
     """
 
@@ -598,29 +576,29 @@ class FanOut:
         self.reached: set[bytes] = set()
         self._membership = membership
         self._settings = settings = membership.settings
-        self._pieces = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
-        self._recipients: dict[int, set[bytes]] = {}  # of the latest announcements, by serial
+        self._push_settings = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
+        self._recipients: dict[int, set[bytes]] = {}  # nonces, by the serial of the announcement
         self._pushed: Transfer | None = None
-        self._members: list[Peer] = []  # those that are to have what is pushed
+        self._push_targets: list[Peer] = []  # the workers that need what is pushed
 
-    def moved(self, port: int) -> None:
-        """Workers can subscribe at this port from now on (0: nowhere); none has done so yet."""
+    def use_port(self, port: int) -> None:
+        """Workers can subscribe at this port from now on (0: nowhere). Earlier subscriptions have ended."""
         self.end()
         self.subscribed.clear()
         self._membership.fanout_port = port
 
-    def started(self, peer: Peer, serial: int) -> None:
-        """An announcement is on its way to a worker, whose latest one it becomes."""
-        peer.before = peer.serial
+    def note_announced(self, peer: Peer, serial: int) -> None:
+        """Record an announcement that is on its way to a worker. The caller sets the worker's serial next."""
+        peer.previous_serial = peer.serial
         self._recipients.setdefault(serial, set()).add(peer.nonce)
-        if len(self._recipients) > KEPT:
+        if len(self._recipients) > KEPT_ANNOUNCEMENTS:
             del self._recipients[min(self._recipients)]
 
-    def gather(
+    def merge_into_cast(
         self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], announcement: Announcement | None
     ) -> Cast | None:
-        """Merge what was just taken from the outbox with what follows there, if it is one announcement to many workers.
-        Returns the CAST that reaches many of them; the others' goes back. None: send it to this route."""
+        """If what was just taken from the outbox begins a run of one announcement to many workers, take out the run.
+        Returns the CAST that reaches many of them, and puts the others back. None: send it to this route."""
         if not self.subscribed or announcement is None or announcement.instruction is not instruction:
             return None
         outbox, serial = self._membership.outbox, announcement.serial
@@ -629,7 +607,7 @@ class FanOut:
         for one in routes:
             peer = self._membership.routes.get(one)
             if peer is not None and peer.serial == serial and peer.transfer and peer.nonce in self.subscribed:
-                groups.setdefault(peer.before, []).append(peer)
+                groups.setdefault(peer.previous_serial, []).append(peer)
         since, members = max(groups.items(), key=lambda group: len(group[1]), default=(0, []))
         if len(members) < self._settings.fanout_least or not announcement.castable or since not in self._recipients:
             return None
@@ -640,49 +618,49 @@ class FanOut:
         for _ in routes[1:]:
             outbox.popleft()
         outbox.extendleft((one, instruction, payload) for one in reversed(routes) if one not in reached)
-        # What travels as fewer bytes is encoded for each worker's base and codec.
+        # Compressed or delta bytes are not pushed, because they are encoded for each worker's base and codec.
         pushes = not (announcement.eager or self._settings.compress or self._settings.delta)
         if pushes:
             self.end()
             assert members[0].transfer is not None
-            self._pushed, self._members = Transfer(announcement, members[0].transfer.parts, 0), members
+            self._pushed, self._push_targets = Transfer(announcement, members[0].transfer.parts, 0), members
         excluded = b"".join(sorted(nonce[-NONCE_END:] for nonce in others))
         return Cast(self._membership.epoch, since, excluded, pushes)
 
     # -- the bytes --------------------------------------------------------------------------------------------------
 
     def stream(self) -> None:
-        """Push what is packed, as far as there is credit."""
+        """Push what is packed, as far as the workers give credit."""
         pushed = self._pushed
         if pushed is None:
             return
-        credits = sorted(credit for peer in self._members if (credit := _credit(peer, pushed)) is not None)
+        credits = sorted(credit for peer in self._push_targets if (credit := _credit(peer, pushed)) is not None)
         if credits:
             pushed.granted = credits[-len(credits) // 4]
-        for chunk, piece in pushed.chunks(self._membership.epoch, self._pieces):
-            for peer in self._members:
+        for chunk, piece in pushed.chunks(self._membership.epoch, self._push_settings):
+            for peer in self._push_targets:
                 if peer.transfer is not None and peer.transfer.serial == pushed.serial:
                     peer.bytes_sent += len(piece)
-            self._membership.send(EVERYBODY, chunk, [piece])
+            self._membership.send(ALL_SUBSCRIBERS, chunk, [piece])
         if pushed.sent == pushed.total or not credits:
             self.end()
 
     def abandon(self, version: int) -> None:
-        """Push nothing more of this version, which nobody is to get."""
+        """Push nothing more of this version, because no worker gets it."""
         if self._pushed is not None and version in self._pushed.versions.values():
             self.end()
 
     def end(self) -> None:
-        """Push nothing more. A worker that lacks something fetches it."""
+        """Push nothing more. A worker that lacks some bytes fetches them."""
         if self._pushed is not None:
             self._pushed.release()
-            self._pushed, self._members = None, []
+            self._pushed, self._push_targets = None, []
 
 
 def _credit(peer: Peer, pushed: Transfer) -> int | None:
-    """Up to where this worker can take what is pushed; None: it does not want it any more."""
+    """Up to where this worker can take what is pushed; None: it takes no more."""
     if peer.transfer is not None and peer.transfer.serial == pushed.serial:
         return peer.transfer.pushed
-    if not peer.lost and all(peer.ahead(model_id) >= version for model_id, version in pushed.versions.items()):
+    if not peer.lost and all(peer.applied_or_staged(m) >= version for m, version in pushed.versions.items()):
         return pushed.total
     return None

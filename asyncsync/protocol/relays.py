@@ -1,16 +1,16 @@
-"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it, and the question that
+"""Relays: what a sender knows of the workers behind them, the requests that a relay passes up, and the question that
 travels down the whole tree. No I/O, no clock.
 
-A relay gets what is meant for everybody and passes it on; its reports say how far its workers are. A worker may be
-reported by several relays for a moment, when it has moved from one to the next: the sender believes the relay that
-reported it last, and not as lost.
+A relay gets what is meant for all workers and passes it on. Its reports say how far its workers are. When a worker has
+moved from one relay to another, both may report it for a moment. The sender then believes a relay that does not report
+it as lost; of several, the one that began last to report it.
 
-A worker asks by PING what it should have. A relay answers at once with what it has to pass on. What the root of the
-tree should answer, it asks the sender above it, which may be a relay, too. Without a session there it does not answer,
-and the worker asks again.
+A worker requests its targets by PING. A relay answers at once with what it has itself. If the worker wants the answer
+of the tree's root, the relay passes the request to the sender above it, which may be a relay, too. Without a session
+there it does not answer, and the worker asks again.
 
 The trainer asks by VERIFY what a worker's model holds, tensor by tensor. The worker hashes the tensors once per
-question and answers in pages. The trainer requests one after the other, and again what was lost. A relay passes
+question and answers in pages. The trainer requests one page after the other, and lost ones again. A relay passes
 questions and pages on and remembers neither, because the trainer repeats what gets no answer. The trainer asks at most
 :data:`AT_ONCE` workers at a time, so that a relay's queue holds few questions, however many workers are behind it.
 """
@@ -28,65 +28,65 @@ from asyncsync.protocol.targets import Peer, Targets
 from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
-AT_ONCE = 64  # workers that are asked by VERIFY at a time
-KEPT_QUESTIONS = 8  # of each worker: one comes per second until there is an answer
+AT_ONCE = 64  # the trainer asks at most this many workers at a time
+KEPT_REQUESTS = 8  # per worker, which sends one per second until it gets an answer
 
 
 @dataclass(slots=True, eq=False)
 class _Relay:
-    """One incarnation of a relay: its workers, and the number of its last report; 0: it has still to count them. While
-    it does, those in ``stale`` have not been counted yet. ``asked``: a recount was requested, once."""
+    """One incarnation of a relay: its workers by index, and the number of its last report; 0: a report of all its
+    workers has still to come. During such a report, ``uncounted`` has the workers that it has not named yet."""
 
     workers: dict[int, Peer] = field(default_factory=dict)
-    stale: set[int] = field(default_factory=set)
-    last: int = 0
-    asked: bool = False
+    uncounted: set[int] = field(default_factory=set)
+    last_report: int = 0
+    recount_requested: bool = False
 
 
-class Behind:
-    """The workers behind all relays. ``workers`` has them by index, those that are lost, too; each has a ``relay``.
-    ``changed`` has those of whom something is new; whoever reads it clears it."""
+class RelayedWorkers:
+    """The workers behind all relays. ``workers`` has them by index, including lost ones; each has a ``relay``.
+    ``changed`` has the workers whose state has changed; the reader clears it."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.workers = membership.behind
+        self.workers = membership.relayed_workers
         self.changed: set[int] = set()
         self._membership = membership
         self._targets = targets
         self._relays: dict[bytes, _Relay] = {}
-        self._count = 0  # of those who have come: who has come last is believed
+        self._arrivals = 0  # numbers the records, as their serial: of two for one worker, the later counts
 
     def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
         if relay.hello.role != "relay":
             raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
-        if report.number <= known.last:
-            return  # a duplicate, or overtaken by a newer one
-        if not report.whole and (not known.last or report.number > known.last + 1):
-            if not known.asked:  # until a PONG tells that it has not come, either
-                known.asked = True
-                self.check(relay, report.number)
+        if report.number <= known.last_report:
+            return  # a duplicate, or older than one that has come
+        if not report.whole and (not known.last_report or report.number > known.last_report + 1):
+            if not known.recount_requested:  # once; if RECOUNT is lost, the relay's next PONG shows the gap
+                known.recount_requested = True
+                self.request_missing(relay, report.number)
             return
-        known.last = report.number
+        known.last_report = report.number
         if report.whole:
-            known.stale, known.asked = set(known.workers), False
+            known.uncounted, known.recount_requested = set(known.workers), False
         for one in report.workers:
-            known.stale.discard(one.worker)
-            self._enter(relay, known, one, now)
-        gone = () if report.more else tuple(known.stale)
+            known.uncounted.discard(one.worker)
+            self._record(relay, known, one, now)
+        gone = () if report.more else tuple(known.uncounted)
         for worker in gone:
-            known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one report
-            self._choose(worker)
-        known.stale.difference_update(gone)
+            known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one count
+            self._choose_record(worker)
+        known.uncounted.difference_update(gone)
         self.changed.update(gone, [one.worker for one in report.workers])
 
-    def check(self, relay: Peer, number: int) -> None:
-        """A relay has sent reports up to this number: request a recount, if one of them has not come."""
+    def request_missing(self, relay: Peer, number: int) -> None:
+        """A relay has sent reports up to this number. Request a recount if one of them has not come."""
         known = self._relays.get(relay.nonce)
-        last = 0 if known is None else known.last
+        last = 0 if known is None else known.last_report
         if number != last and relay.hello.role == "relay":
             self._membership.send(relay.route, messages.Recount(self._membership.epoch, last))
 
-    def _enter(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
+    def _record(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
         peer = known.workers.get(one.worker)
         if one.lost and (peer is not None or self._membership.num_workers is None):
             if peer is not None and not peer.lost:
@@ -95,35 +95,35 @@ class Behind:
         is_new = peer is None or (peer.nonce, peer.hello.attempt) != (one.nonce, one.attempt) or peer.lost is not None
         if is_new:
             if len(self.workers) >= MAX_PEERS and one.worker not in self.workers:
-                self._membership.turned_away = f"worker {one.worker}: more than {MAX_PEERS} workers behind relays"
+                self._membership.last_refusal = f"worker {one.worker}: more than {MAX_PEERS} workers behind relays"
                 return
             if (count := self._membership.num_workers) is not None and one.worker >= count:
-                self._membership.turned_away = f"worker_idx {one.worker}, behind a relay, is not below {count}"
+                self._membership.last_refusal = f"worker_idx {one.worker}, behind a relay, is not below {count}"
                 return
             hello = Hello(one.worker, one.nonce, one.attempt, 0, "", 0, None, dict(one.applied))
             peer = Peer(one.worker, one.nonce, b"", hello, False, now, ready=True, relay=relay.worker)
-            self._count += 1
-            peer.serial = self._count
+            self._arrivals += 1
+            peer.serial = self._arrivals
         assert peer is not None
         known.workers[one.worker] = peer
         newest = math.inf if self._membership.follows else self._targets.version
         peer.hello.have.update(one.applied)
         if not one.slow:
             peer.last_seen = now
-        elif not peer.slow:  # until then the relay had heard of it
+        elif not peer.slow:  # it has just become slow: it was last heard of slow_after ago
             peer.last_seen = now - self._membership.settings.slow_after
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.held, peer.staged, peer.taken = dict(one.held), dict(one.staged), dict(one.taken)
         peer.failed = {}
-        peer.note_failed(self._targets.concerning(one.worker, one.failed), one.error)
+        peer.note_failed(self._targets.relevant(one.worker, one.failed), one.error)
         if one.lost:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:
-            self._choose(one.worker)
+            self._choose_record(one.worker)
 
-    def _choose(self, worker: int) -> None:
-        """Who is believed of those that are reported as this worker."""
+    def _choose_record(self, worker: int) -> None:
+        """Choose which relay's record of this worker counts."""
         found = [known.workers[worker] for known in self._relays.values() if worker in known.workers]
         if not found:
             self.workers.pop(worker, None)
@@ -131,44 +131,44 @@ class Behind:
             best = self.workers[worker] = max(found, key=lambda peer: (not peer.lost, peer.serial))
             if not best.lost and worker not in self._membership.peers:
                 self._membership.gone.pop(worker, None)
-                self._targets.forget_worker(worker)  # a relay passes on only what is for everybody
+                self._targets.forget_worker(worker)  # a relay passes on only what is for all workers
         self.changed.add(worker)
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
         peer.lose(reason, self._targets.version, now)
-        self._choose(peer.worker)
+        self._choose_record(peer.worker)
 
     def lose(self, relay: Peer, now: float) -> None:
-        """A relay is lost, and its workers with it until they are reported again."""
+        """A relay is lost. So are its workers, until a relay reports them again."""
         if (known := self._relays.get(relay.nonce)) is not None:
-            known.last = 0
+            known.last_report = 0
             for peer in known.workers.values():
                 if not peer.lost:
                     self._lose(peer, f"its relay is lost: {relay.lost}", now)
 
     def restart(self) -> None:
-        """Another trainer's versions are served from here on."""
+        """This sender serves another trainer's versions from now on."""
         for known in self._relays.values():
-            known.last = 0
+            known.last_report = 0
             for peer in known.workers.values():
                 peer.applied, peer.failed = {}, {}
 
-    def _replace(self, peer: Peer, now: float) -> None:
-        """Forget a worker that was connected to the sender itself, and is behind a relay by now."""
+    def _forget_moved(self, peer: Peer, now: float) -> None:
+        """Forget a worker that was connected to this sender, and is behind a relay by now."""
         other = self.workers.get(peer.worker)
         if other is None or other.lost or (peer.lost is None and peer.unreachable_since is None):
             return
         if peer.lost or other.nonce == peer.nonce:
-            newcomer = self._membership.drop(peer)
-            self._choose(peer.worker)
+            newcomer = self._membership.forget(peer)
+            self._choose_record(peer.worker)
             if newcomer is not None:
-                self._membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
+                self._membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def tick(self, now: float) -> None:
-        """Forget relays that are forgotten, and elastic workers that were lost long ago."""
+        """Forget relays that the membership has forgotten, and elastic workers that were lost long ago."""
         if self.workers:
             for peer in list(self._membership.peers.values()):
-                self._replace(peer, now)
+                self._forget_moved(peer, now)
         there = {peer.nonce for peer in self._membership.peers.values() if not peer.is_worker}
         for nonce in self._relays.keys() - there:
             for worker in self._relays.pop(nonce).workers:
@@ -181,36 +181,37 @@ class Behind:
 
     def _forget(self, worker: int) -> None:
         peer = self.workers.get(worker)
-        self._choose(worker)
+        self._choose_record(worker)
         if peer is not None and peer.lost and worker not in self.workers:
             self._membership.gone[worker] = peer.lost
 
 
-class Questions:
-    """The questions of one sender's workers. ``new``: of each worker, the newest that has still to be asked above."""
+class TargetRequests:
+    """The target requests (PING) of one sender's workers. ``unsent``: per worker, the number of the newest PING that
+    has still to be passed up."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.new: dict[int, int] = {}
+        self.unsent: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
+        self._sent: dict[int, deque[tuple[int, int]]] = {}  # per worker: number of the PING sent up, and of its own
 
-    def put(self, peer: Peer, ping: messages.Ping) -> None:
+    def receive(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:
             self._answer(peer, ping.seq, {}, root=not self._membership.follows)
         else:
-            self.new[peer.worker] = ping.seq
+            self.unsent[peer.worker] = ping.seq
 
-    def passed_on(self, number: int) -> None:
-        """All new ones have been asked above, with this number."""
-        self._asked = {worker: asked for worker, asked in self._asked.items() if worker in self._membership.peers}
-        for worker, seq in self.new.items():
-            self._asked.setdefault(worker, deque(maxlen=KEPT_QUESTIONS)).append((number, seq))
-        self.new = {}
+    def note_sent(self, number: int) -> None:
+        """A PING of this number has gone up, for all that was unsent."""
+        self._sent = {worker: asked for worker, asked in self._sent.items() if worker in self._membership.peers}
+        for worker, seq in self.unsent.items():
+            self._sent.setdefault(worker, deque(maxlen=KEPT_REQUESTS)).append((number, seq))
+        self.unsent = {}
 
-    def answered(self, number: int, above: Mapping[str, int]) -> None:
-        """The root has answered what was asked with this number, and all before: what everybody should have."""
-        for worker, asked in self._asked.items():
+    def receive_answer(self, number: int, above: Mapping[str, int]) -> None:
+        """The root has answered the PING of this number with its targets, ``above``: answer all requests up to it."""
+        for worker, asked in self._sent.items():
             seq = None
             while asked and asked[0][0] <= number:
                 _, seq = asked.popleft()
@@ -218,8 +219,8 @@ class Questions:
                 self._answer(peer, seq, above, root=True)
 
     def restart(self) -> None:
-        """Another trainer's versions are served from here on: whoever wants to know asks again."""
-        self.new, self._asked = {}, {}
+        """This sender serves another trainer's versions from now on. The workers ask again."""
+        self.unsent, self._sent = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}
@@ -238,7 +239,7 @@ class Verified:
 
 @dataclass(slots=True)
 class _Pages:
-    """What one worker incarnation has answered so far; ``due``: when to request the next page."""
+    """What one worker incarnation has answered so far. ``due``: when to request the next page."""
 
     nonce: bytes
     due: float = 0.0
@@ -246,8 +247,8 @@ class _Pages:
 
 
 class Verification:
-    """One question to some workers. ``found`` and ``problems`` have the answers; those in ``waiting`` have still to be
-    asked or to answer."""
+    """One question to some workers. ``found`` and ``problems`` have the answers. ``waiting`` has the workers that have
+    still to be asked, or to answer."""
 
     def __init__(self, membership: Membership, number: int, model_id: str, workers: Iterable[int]) -> None:
         self.found: dict[int, Verified] = {}
@@ -258,12 +259,13 @@ class Verification:
         self._membership = membership
 
     def due(self, now: float) -> list[Verify]:
-        """The questions to send now. A worker that is lost has a problem; one that is back is asked anew."""
+        """The questions to send now. A lost worker counts as answered, with a problem; a new incarnation is asked
+        from the start."""
         questions = []
         for worker, pages in list(self.waiting.items())[:AT_ONCE]:
             peer = self._membership.find(worker)
             if peer is None or peer.lost:
-                self._answered(worker, f"it is lost: {peer.lost}" if peer is not None else "it is not connected")
+                self._set_problem(worker, f"it is lost: {peer.lost}" if peer is not None else "it is not connected")
                 continue
             if pages is None or pages.nonce != peer.nonce:
                 pages = self.waiting[worker] = _Pages(peer.nonce)
@@ -274,21 +276,21 @@ class Verification:
         return questions
 
     def answer(self, page: Digests, now: float) -> None:
-        """Take in a page; one that was not requested changes nothing."""
+        """Handle a page. One that was not requested changes nothing."""
         pages = self.waiting.get(page.worker)
         if pages is None or pages.nonce != page.nonce or page.start * DIGEST_BYTES != len(pages.found):
             return
         pages.found += page.digests
         pages.due = now
         if page.problem:
-            self._answered(page.worker, page.problem)
+            self._set_problem(page.worker, page.problem)
         elif len(pages.found) >= page.count * DIGEST_BYTES:
             digests = [bytes(pages.found[i : i + DIGEST_BYTES]) for i in range(0, len(pages.found), DIGEST_BYTES)]
             self.found[page.worker] = Verified(page.version, tuple(digests))
             del self.waiting[page.worker]
         elif not page.digests:
-            self._answered(page.worker, "it has answered with an empty page")
+            self._set_problem(page.worker, "it has answered with an empty page")
 
-    def _answered(self, worker: int, problem: str) -> None:
+    def _set_problem(self, worker: int, problem: str) -> None:
         self.problems[worker] = problem
         del self.waiting[worker]

@@ -1,4 +1,4 @@
-"""What both state machines begin with: which process this is, sizes and times."""
+"""What both state machines are given: which process they are in, sizes and times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EAGER_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process this is, on which boot of which host (empty: unknown), in which pid namespace."""
+    """A process: its pid, the boot id of its host (empty: unknown), and its pid namespace."""
 
     pid: int = 0
     boot: str = ""
     namespace: int = 0
 
     def is_beside(self, pid: int, boot: str, namespace: int) -> bool | None:
-        """Whether that is a process of this host and pid namespace, whose pid can be watched; None: unknown."""
+        """Whether that process shares this host and pid namespace, so that its pid can be watched; None: unknown."""
         if not (pid and self.boot and boot):
             return None
         return self.boot == boot and self.namespace == namespace
@@ -29,23 +29,23 @@ class Settings:
     """Sizes in bytes, times in seconds.
 
     Args:
-        eager_bytes: updates up to this size ride in the UPDATE itself. It saves a question and its answer: 4 MiB to two
-            workers take four fifths of the time.
-        chunk_bytes: the pieces of larger ones.
+        eager_bytes: updates up to this size ride in the UPDATE itself. That saves a FETCH: 4 MiB to two workers take
+            four fifths of the time.
+        chunk_bytes: the size of the pieces in which larger updates travel.
         window_bytes: how much a worker lets the trainer send ahead of what has arrived.
-        ping_interval: between two PINGs of a live peer.
-        slow_after: silence that marks a peer slow.
-        retry_interval: between attempts to reach an unreachable peer, to repeat HELLO, to restart a stalled transfer.
-        layout_patience: how long one worker that does not answer may hold up a new layout for the others.
-        checksum: CRC-32 over every payload.
+        ping_interval: between two PINGs to a peer that answers.
+        slow_after: silence that marks a peer as slow.
+        retry_interval: how long to wait before trying again to reach a peer, sending HELLO again, or restarting a
+            stalled transfer.
+        layout_patience: how long a worker that does not answer may hold up a new layout for the others.
+        checksum: whether every payload has a CRC-32.
         compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
-        delta: a trainer keeps the version before, and a worker that has it gets what has changed.
-        piece_bytes: the pieces of updates that travel as fewer bytes: one takes milliseconds to encode.
+        delta: the trainer keeps the version before, and sends a worker that has it only what has changed.
+        piece_bytes: the size of the pieces of encoded updates. Each takes milliseconds to encode.
         page_digests: how many digests a worker sends at once.
-        fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in
-            the steady state of a training loop.
-        fanout: over tcp, the trainer sends to all workers at once what many of them are to get.
-        fanout_least: it sends to fewer workers one by one.
+        fast: False switches off the fast path of training loops: UPDATE announces every update, and workers stage it.
+        fanout: over tcp, the trainer sends what many workers need to all of them at once.
+        fanout_least: the trainer sends to fewer workers than this one by one.
     """
 
     eager_bytes: int = EAGER_BYTES

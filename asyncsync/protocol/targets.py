@@ -1,17 +1,18 @@
 """What each worker should have, what it has, and what it may be reading. No I/O, no clock.
 
-Targets are (version, slab) per model. Most publications are for everybody; ``worker_ids`` and per-worker weights make
-targets differ. A publication whose layout some targeted worker has not accepted yet is *pending*: it becomes the target
-when all have accepted (:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker.
-Until then the previous target stands, for late joiners too. A newer pending publication replaces an older one of the
-same layouts for the same workers; otherwise both wait, because the newer may be rejected, and the older is then wanted
-whole. A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
+A target is a version and its slab, per model. Most publications are for all workers; ``worker_ids`` and per-worker
+weights make targets differ. A publication is *pending* while some targeted worker has not accepted its layouts. It
+becomes the target when all have accepted (:meth:`Targets.accept`), or never (:meth:`Targets.reject`), so a mismatch
+changes no worker. Until then the previous target stands, also for workers that join late. A newer pending publication
+replaces an older one of the same layouts for the same workers. Otherwise both wait: if the newer one is rejected, the
+workers still need the older one whole. A target holds one reference to its slab. So memory holds the distinct targets,
+plus what workers are fetching.
 
-A slab in shared memory is leased with the UPDATE that names it. A lease ends with the worker's own report only,
-or with the end of its process: a worker that is silent, stopped or cut off may be reading the slab, or may be about to.
+The UPDATE that names a slab in shared memory leases it to the worker. A lease ends only by the worker's own report or
+with its process, because a worker that is silent, stopped or cut off may be reading the slab, or may be about to.
 A report means: "of all UPDATEs up to this serial, these slabs are still in use". A worker ignores an UPDATE that is not
-newer than the last one it has seen, so what such a report does not name, it will never touch again, whatever still
-comes to it, in whatever order; and an old report that arrives late means nothing for what was leased after it.
+newer than the last one it has seen. So it will never again touch a slab that a report leaves out, whatever still
+reaches it, in whatever order. An old report that arrives late does not affect later leases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from itertools import chain
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.transfer import Parts, Transfer
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import FIRST_GUEST, Hello
+from asyncsync.wire.messages import FIRST_GUEST, MAX_SERIAL, Hello
 
 KEPT_REFUSALS = 64
 KEPT_REJECTIONS = 16
@@ -33,48 +34,32 @@ MAX_UNANSWERED_WELCOMES = 2
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One worker incarnation.
-
-    Attributes:
-        route: where it is reached at present.
-        local: whether it is a process beside this one (:meth:`Identity.is_beside`).
-        opens: whether it may open this one's memory then.
-        applied, staged: per model, the version it holds, has ready.
-        held: per model, the staged version that it has ready, and applies on COMMIT.
-        taken: per model, the version that its user's code had taken when it last answered a PING.
-        failed: by model and version, why it could not apply it, or not get it ready for its COMMIT.
-        accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
-        serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
-            from another sender.
-        shown: by layout, the number of the first WELCOME to which a refusal counts.
-        codec: by which what it fetches is compressed; empty: by none.
-        relay: the one that it is behind; None: it is connected to this sender.
-        is_worker: whether it has one of the workers' places; relays and guests have none.
-    """
+    """One worker incarnation. A layout is a ``(model_id, digest)``."""
 
     worker: int
     nonce: bytes
-    route: bytes
+    route: bytes  # of its connection at present
     hello: Hello
-    local: bool | None
+    local: bool | None  # whether it is a process beside this one (Identity.is_beside)
     last_seen: float
-    applied: dict[str, int] = field(default_factory=dict)
-    staged: dict[str, int] = field(default_factory=dict)
-    held: dict[str, int] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)
-    accepted: set[tuple[str, bytes]] = field(default_factory=set)
-    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
-    announced: dict[str, bytes] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)  # per model, the version that it holds
+    staged: dict[str, int] = field(default_factory=dict)  # per model, the version that it has ready
+    held: dict[str, int] = field(default_factory=dict)  # per model, the staged version that it keeps until COMMIT
+    taken: dict[str, int] = field(default_factory=dict)  # what its user's code had taken at the last PONG
+    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)  # why, by model and version
+    accepted: set[tuple[str, bytes]] = field(default_factory=set)  # the layouts that fit its models
+    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)  # why other layouts do not fit
+    shown_layouts: dict[str, bytes] = field(default_factory=dict)  # in its last WELCOME
     welcomes: int = 0
     unanswered_welcomes: int = 0
+    # Per layout, the number of the first WELCOME to which a refusal counts.
     shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
-    welcome_after_ping: int = 0
-    ready: bool = False
-    opens: bool = True
+    welcome_after_ping: int = 0  # the last PING before the last WELCOME
+    ready: bool = False  # whether it has answered a WELCOME over its present connection
+    opens: bool = True  # whether it may open this process's memory, if it is local
     transfer: Transfer | None = None
-    lost: str | None = None
-    lost_at: int = 0
+    lost: str | None = None  # why; None: it is there
+    lost_at: int = 0  # the last version that a publication had been given by then
     lost_since: float = 0.0
     slow: bool = False
     unreachable_since: float | None = None
@@ -82,11 +67,11 @@ class Peer:
     pong_seq: int = 0
     last_ping: float = 0.0
     bytes_sent: int = 0
-    serial: int = 0
-    before: int = 0
-    relay: int | None = None
-    codec: str = ""
-    is_worker: bool = field(init=False)
+    serial: int = 0  # of the last announcement that it was sent; 0: none since it came from another sender
+    previous_serial: int = 0  # of the announcement before that
+    relay: int | None = None  # the index of the relay that it is behind; None: it is connected to this sender
+    codec: str = ""  # compresses what it fetches; empty: none does
+    is_worker: bool = field(init=False)  # whether it has a worker's place; relays and guests have none
 
     def __post_init__(self) -> None:
         self.is_worker = self.worker < FIRST_GUEST
@@ -96,7 +81,7 @@ class Peer:
         return "lost" if self.lost else "slow" if self.slow else "live"
 
     def reconnect(self, hello: Hello, route: bytes, applied: dict[str, int], now: float) -> None:
-        """The same incarnation again, over a new connection: nothing that was under way counts."""
+        """The same incarnation has a new connection: what was under way on the old one no longer counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
         self.staged, self.held, self.taken, self.failed, self.refused, self.shown = {}, {}, {}, {}, {}, {}
@@ -106,7 +91,7 @@ class Peer:
         self.last_seen = now
 
     def lose(self, reason: str, version: int, now: float) -> None:
-        """Mark it as lost; ``version`` is the newest that has been published."""
+        """Mark it as lost; ``version`` is the last one that a publication was given."""
         self.lost, self.lost_at, self.lost_since = reason, version, now
 
     def end_transfer(self) -> None:
@@ -115,18 +100,18 @@ class Peer:
             self.transfer = None
 
     @property
-    def unsettled(self) -> bool:
-        """True if the worker has not answered the last WELCOME in full."""
+    def owes_answer(self) -> bool:
+        """True until the worker has answered its last WELCOME in full."""
         if not self.ready:
             return True
-        if not self.is_worker and not self.hello.have.keys() >= self.announced.keys():
-            return True  # it takes every model
-        for layout in self.announced.items():
+        if not self.is_worker and not self.hello.have.keys() >= self.shown_layouts.keys():
+            return True  # a relay or guest takes every model
+        for layout in self.shown_layouts.items():
             if layout not in self.accepted and layout[1] and layout not in self.refused:
                 return True
         return False
 
-    def answered(self, model_id: str, digest: bytes) -> bool:
+    def has_answered(self, model_id: str, digest: bytes) -> bool:
         return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
 
     def agrees(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
@@ -136,7 +121,7 @@ class Peer:
             if model_id in self.hello.have and (
                 layout not in self.accepted
                 or layout in self.refused
-                or self.announced.get(model_id) != digest
+                or self.shown_layouts.get(model_id) != digest
                 or not self.ready
             ):
                 return False
@@ -148,7 +133,7 @@ class Peer:
             del self.refused[next(iter(self.refused))]
 
     def count_welcome(self, layouts: Iterable[tuple[str, bytes]]) -> int:
-        """The number of the WELCOME that shows these layouts."""
+        """Returns the number of the WELCOME that will show these layouts."""
         self.welcomes += 1
         self.unanswered_welcomes += 1
         for layout in layouts:
@@ -157,11 +142,11 @@ class Peer:
             del self.shown[next(iter(self.shown))]
         return self.welcomes
 
-    def show_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
-        """Have those of a publication's layouts shown once more that it has refused, or was shown before without having
-        accepted them; a refusal that is on its way no longer counts. The WELCOMEs of layouts in ``waiting``, those of
-        other publications, stand. True if there are any, and a WELCOME may be sent now: a worker that does not answer,
-        because it is stopped, gets it when it does (:attr:`lacks_welcome`)."""
+    def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
+        """Forget its answers to those of a publication's layouts that it has refused, or was shown and has not
+        accepted: the next WELCOME asks again, and a refusal on its way no longer counts. Layouts in ``waiting`` were
+        shown for other pending publications, so those WELCOMEs stand. True if there is a layout to ask for, and that
+        WELCOME may be sent now. A worker that has stopped answering gets it when it answers (:attr:`lacks_welcome`)."""
         again = [
             layout
             for layout in layouts
@@ -175,14 +160,14 @@ class Peer:
 
     @property
     def lacks_welcome(self) -> bool:
-        """Whether the next WELCOME, which shows some layout once more, is still to be sent."""
+        """Whether a WELCOME that shows some layout once more has still to be sent."""
         return any(number > self.welcomes for number in self.shown.values())
 
     def note_applied(self, versions: dict[str, int]) -> None:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            self._outgrow(model_id, version)
+            self._forget_ready_up_to(model_id, version)
         if self.failed:
             self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
         if self.transfer is None:
@@ -193,51 +178,47 @@ class Peer:
         self.end_transfer()
 
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
-        """These versions could not be applied, or not be got ready for their commit."""
+        """It could not apply these versions, or not stage them for their COMMIT."""
         for model_id, version in versions.items():
-            self._outgrow(model_id, version)
+            self._forget_ready_up_to(model_id, version)
             if version > self.applied.get(model_id, 0):
-                # Of each model, no more than the target and what is staged can matter.
+                # Keep two per model: only the target and the staged version can matter.
                 for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
                     del self.failed[model_id, older]
                 self.failed[model_id, version] = error
 
-    def _outgrow(self, model_id: str, version: int) -> None:
-        """No version up to this one is ready any more."""
+    def _forget_ready_up_to(self, model_id: str, version: int) -> None:
         for ready in (self.staged, self.held, self.taken):
             if ready.get(model_id, 0) <= version:
                 ready.pop(model_id, None)
 
-    def has(self, version: int, models: Iterable[str]) -> bool:
+    def has_applied(self, version: int, models: Iterable[str]) -> bool:
         applied = self.applied
         for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
             if applied.get(model_id, 0) < version:
                 return False
         return True
 
-    def ahead(self, model_id: str) -> int:
+    def applied_or_staged(self, model_id: str) -> int:
         applied = self.applied.get(model_id, 0)
         return max(applied, self.staged[model_id]) if model_id in self.staged else applied
 
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
-    in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``stages``:
-    it becomes the target when it is committed, not when it is accepted. ``first``: the oldest version that it has
-    replaced before that was accepted. ``then``: called when it becomes the target. ``targets``: what it brings to each
-    model, without what something newer has replaced; empty from when it is the target."""
+    """One call of publish."""
 
     version: int
     models: frozenset[str]
     layouts: frozenset[tuple[str, bytes]]
-    workers: frozenset[int] | None
-    deadline: float
+    workers: frozenset[int] | None  # that it is for; None: all
+    deadline: float  # when it stops waiting for workers that do not answer
     metadata: bytes = b""
-    stages: bool = False
-    awaiting: set[int] = field(default_factory=set)
-    first: int = 0
-    then: Callable[[], object] | None = None
+    stages: bool = False  # it becomes the target when it is committed, not when it is accepted
+    awaiting: set[int] = field(default_factory=set)  # the workers that have still to accept its layouts
+    oldest: int = 0  # the oldest version that it has replaced while that was pending; else its own
+    on_target: Callable[[], object] | None = None  # called when it becomes the target
+    # Per model, without what a newer publication has replaced; empty once this one is current.
     targets: dict[str, ByWorker] = field(default_factory=dict)
 
 
@@ -249,15 +230,15 @@ class Target:
 
 
 ByWorker = dict[int | None, Target]
-"""One model's targets, each with one reference to its slab: those of single workers, and (None) everybody's."""
+"""One model's targets, each with one reference to its slab: those of single workers, and the common one (None)."""
 Replaced = list[tuple[str, int | None, Target]]
-"""Targets that a publication may replace: model, worker (None: everybody's), target."""
+"""Targets that a publication may replace: model, worker (None: the common one), target."""
 
 
 @dataclass(slots=True)
 class Model:
     current: ByWorker = field(default_factory=dict)
-    # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
+    # False until all workers have been connected once: till then, absent workers hold up a publication, too.
     assembled: bool = False
 
     @property
@@ -266,11 +247,15 @@ class Model:
 
 
 class Targets:
-    """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
-    ``published`` the newest one that has become a target: a pending one may still be refused, and never was.
-    ``staged`` is the publication that waits for :meth:`apply_staged`, of which there is one at most; ``dropped`` has
-    the last ones that were dropped instead. With
-    ``keeps_bases``, what is for everybody keeps what was so before it, as the base of what is sent of it."""
+    """The targets of all workers, for all models of a bus.
+
+    Attributes:
+        keeps_bases: whether the slab of a common target keeps the one before it, to send only what has changed.
+        staged: the publication that waits for :meth:`commit_staged`; there is one at most.
+        dropped: the last staged versions that were dropped instead.
+        version: the last one that a publication was given; it may be pending, or rejected.
+        published: the newest one that has become a target.
+    """
 
     def __init__(self, *, keeps_bases: bool = False) -> None:
         self.keeps_bases = keeps_bases
@@ -278,17 +263,17 @@ class Targets:
         self.pending: dict[int, Publication] = {}
         self.staged: Publication | None = None
         self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
-        self.version = self.published = self._carried = 0
+        self.version = self.published = self._carried_on_from = 0
         self._rejections: list[tuple[Publication, int, SchemaMismatch]] = []
 
     @property
     def metadata(self) -> bytes:
-        """Of the version :attr:`published`; empty, too, if that was for one worker, which has been forgotten."""
+        """The metadata of :attr:`published`; also empty if that was for one worker, which has been forgotten."""
         current = (target for model in self.models.values() for target in model.current.values())
         return next((t.publication.metadata for t in current if t.version == self.published), b"")
 
     def carry_on(self, version: int) -> None:
-        self.version = self.published = self._carried = version
+        self.version = self.published = self._carried_on_from = version
 
     def publish(
         self,
@@ -300,26 +285,28 @@ class Targets:
         *,
         stages: bool = False,
     ) -> Publication:
-        """Enter a publication as pending, as the next version, or as one that another sender has given. Takes
-        references of its own to the slabs. Nothing is staged."""
-        version = self.version + 1 if version is None else version
+        """Add a pending publication, as the next version, or as one that another sender has given. Takes references of
+        its own to the slabs. The caller has dropped what was staged."""
+        if version is None:
+            version = self.version + 1
+        else:
+            self._withdraw(version)  # a relay may have got it before, for another model
         self.version = max(self.version, version)
         mappings = [slabs for slabs in parts.values() if isinstance(slabs, Mapping)]
-        whom = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
+        only = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
         entries: list[tuple[str, int | None, Slab]] = []
         for model_id, slabs in parts.items():
             if isinstance(slabs, Mapping):
                 entries += [(model_id, worker, slab) for worker, slab in slabs.items()]
             else:
-                entries += [(model_id, worker, slabs) for worker in ([None] if whom is None else whom)]
+                entries += [(model_id, worker, slabs) for worker in ([None] if only is None else only)]
         layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
-        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, stages, first=version)
-        self._withdraw(version)  # of which a relay may have got another model before
+        publication = Publication(version, frozenset(parts), layouts, only, deadline, metadata, stages, oldest=version)
         for older in list(self.pending.values()):
-            if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
-                # The same layouts for the same workers: whoever is silent has been so since then.
+            if (older.layouts, older.workers) == (publication.layouts, only) and not stages:
+                # The layouts and workers are the same, so a silent worker has kept the older one waiting already.
                 publication.deadline = min(deadline, older.deadline)
-                publication.first = min(publication.first, older.first)
+                publication.oldest = min(publication.oldest, older.oldest)
                 self._withdraw(older.version)
         for model_id, worker, slab in entries:
             self.models.setdefault(model_id, Model())
@@ -329,39 +316,39 @@ class Targets:
             self.staged = publication
         return publication
 
-    def commit(self, publication: Publication) -> None:
-        """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""
+    def accept(self, publication: Publication) -> None:
+        """Make a publication the target, or let it be staged: every targeted worker has accepted its layouts."""
         self.pending.pop(publication.version, None)
         if publication.stages:
             return
         self.published = max(self.published, publication.version)
         for model_id, targets in publication.targets.items():
             model = self.models[model_id]
-            # Once everybody was waited for, nobody who is absent holds up a publication again.
+            # It has waited for all workers, so an absent one holds up no later publication.
             model.assembled = model.assembled or publication.workers is None
             before, common = model.common, targets.get(None)
             if self.keeps_bases and before is not None and common is not None:
-                before.slab.stand_alone()  # it keeps nothing that is older
+                before.slab.stand_alone()  # it gives up its own base
                 common.slab.follow(before.version, before.slab)
-            self._drop([model_id], range(publication.version), targets)
+            self._release([model_id], range(publication.version), targets)
             model.current |= targets
         publication.targets = {}
-        if publication.then is not None:
-            publication.then()
+        if publication.on_target is not None:
+            publication.on_target()
 
     def is_staged(self, version: int) -> bool:
         return self.staged is not None and self.staged.version == version
 
-    def apply_staged(self) -> None:
-        """What is staged becomes the target, or does so when it is accepted."""
+    def commit_staged(self) -> None:
+        """Make the staged publication the target, now or when it is accepted."""
         publication, self.staged = self.staged, None
         assert publication is not None
         publication.stages = False
         if publication.version not in self.pending:
-            self.commit(publication)
+            self.accept(publication)
 
     def drop_staged(self) -> int:
-        """What is staged goes to nobody; returns its version, 0: nothing was."""
+        """Drop the staged publication. Returns its version; 0: there was none."""
         if self.staged is None:
             return 0
         version = self.staged.version
@@ -369,27 +356,28 @@ class Targets:
         self._withdraw(version)
         return version
 
-    def when_agreed(self, version: int, then: Callable[[], object]) -> None:
-        """Call this when a published or staged version becomes the target: at once, if it has been; never, if not."""
+    def when_target(self, version: int, then: Callable[[], object]) -> None:
+        """Call ``then`` when this version becomes the target: at once if it has; never if it was rejected."""
         if (publication := self.pending.get(version, self.staged if self.is_staged(version) else None)) is not None:
-            publication.then = then
-        elif not self.rejected(version):
+            publication.on_target = then
+        elif not self.rejected_models(version):
             then()
 
     def reject(self, publication: Publication, worker: int, reason: SchemaMismatch) -> None:
-        """A targeted worker has refused: the publication goes to nobody."""
+        """A targeted worker has refused: no worker gets the publication."""
         self._rejections.append((publication, worker, reason))
         del self._rejections[:-KEPT_REJECTIONS]
         self._withdraw(publication.version)
 
     def _withdraw(self, version: int) -> None:
-        self._drop(self.models, range(version, version + 1))
+        self._release(self.models, range(version, version + 1))
         self.pending.pop(version, None)
         if self.is_staged(version):
             self.staged = None
 
-    def keep(self, models: Iterable[str]) -> Replaced:
-        """The present targets of these models, with references of their own, for :meth:`abandon` or :meth:`forget`."""
+    def retain_current(self, models: Iterable[str]) -> Replaced:
+        """The current targets of these models, with references of their own, for :meth:`abandon` or
+        :meth:`release_retained`."""
         replaced: Replaced = []
         for model_id in models:
             if (model := self.models.get(model_id)) is not None:
@@ -398,13 +386,12 @@ class Targets:
                     replaced.append((model_id, worker, target))
         return replaced
 
-    def forget(self, replaced: Replaced) -> None:
-        """What was kept is not needed any more."""
+    def release_retained(self, replaced: Replaced) -> None:
         for _, _, target in replaced:
             target.slab.release()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
-        """Take back a version, wherever it stands; what it has replaced is the target again."""
+        """Take back a version, pending, staged or current; the targets that it has replaced are the targets again."""
         if version is not None:
             self._withdraw(version)
         for model_id, worker, target in replaced:
@@ -414,14 +401,14 @@ class Targets:
             else:
                 current[worker] = target
         versions = [target.version for model in self.models.values() for target in model.current.values()]
-        self.published = max(self._carried, *versions, 0)
+        self.published = max(self._carried_on_from, *versions, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
         model = self.models.get(model_id)
-        # What is meant for everybody has replaced what was meant for one before: if that is there, it is the newer.
+        # A worker's own target is newer than the common one, because a common target replaces those of single workers.
         return None if model is None else model.current.get(worker) or model.current.get(None)
 
-    def are_everybodys(self, version: int, models: Iterable[str]) -> bool:
+    def are_common(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
         for model_id in models:
             model = self.models.get(model_id)
@@ -430,31 +417,34 @@ class Targets:
         return True
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
-        """What may follow, oldest first: the pending ones, and what is staged."""
-        now = self.target(worker, model_id)
-        coming = (publication.targets.get(model_id, {}) for publication in self._not_current_yet())
-        found = (targets.get(worker) or targets.get(None) for targets in coming)
-        return [t for t in found if t is not None and (now is None or t.version > now.version)]
+        """A worker's pending and staged targets, oldest first."""
+        found = (self._target_from(publication, worker, model_id) for publication in self._upcoming_publications())
+        return [target for target in found if target is not None]
 
-    def _not_current_yet(self) -> list[Publication]:
-        """What is pending or staged, oldest first."""
+    def _target_from(self, publication: Publication, worker: int, model_id: str) -> Target | None:
+        """What an upcoming publication brings a worker; None: nothing, or nothing newer than its target."""
+        targets, current = publication.targets.get(model_id, {}), self.target(worker, model_id)
+        target = targets.get(worker) or targets.get(None)
+        return target if target is None or current is None or target.version > current.version else None
+
+    def _upcoming_publications(self) -> list[Publication]:
         staged = {} if self.staged is None else {self.staged.version: self.staged}
         return [publication for _, publication in sorted((self.pending | staged).items())]
 
     def staged_for(self, worker: int, model_id: str) -> Target | None:
-        """What is staged for this worker, and accepted; None: nothing."""
+        """What is staged for this worker, once the publication is accepted; None: nothing."""
         if self.staged is None or self.staged.version in self.pending:
             return None
-        return next((t for t in self.upcoming(worker, model_id) if t.publication is self.staged), None)
+        return self._target_from(self.staged, worker, model_id)
 
-    def concerning(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
-        """Of these versions, those that this worker should have, or should stage: not one that was dropped."""
+    def relevant(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
+        """Of these versions, those up to the worker's newest targets, and the staged one; not one that was dropped."""
         staged = 0 if self.staged is None else self.staged.version
         newest = {m: t.version for m in versions if (t := self.newest(worker, m)) is not None}
         return {m: version for m, version in versions.items() if version <= newest.get(m, 0) or version == staged}
 
     def newest(self, worker: int, model_id: str) -> Target | None:
-        """What this worker should have once everything pending has been accepted; what is staged does not count."""
+        """The worker's target once all that is pending is accepted, without what waits for a commit."""
         for target in reversed(self.upcoming(worker, model_id) if self.pending else ()):
             if not target.publication.stages:
                 return target
@@ -462,65 +452,62 @@ class Targets:
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
-    def all_of(self, worker: int, model_id: str) -> list[Target]:
-        """What a worker should have now, and what may follow, oldest first."""
-        now = self.target(worker, model_id)
-        return [*([] if now is None else [now]), *self.upcoming(worker, model_id)]
+    def all_targets(self, worker: int, model_id: str) -> list[Target]:
+        current = self.target(worker, model_id)
+        return [*([] if current is None else [current]), *self.upcoming(worker, model_id)]
 
     def layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
-        """What a pending publication has for a worker: model, digest, and whether that is its target's layout, too."""
+        """What a pending publication brings a worker: model, digest, and whether its target has the same layout."""
         for model_id in publication.models:
-            for target in self.upcoming(worker, model_id):
-                if target.publication is publication:
-                    now = self.target(worker, model_id)
-                    digest = target.slab.layout.digest
-                    yield model_id, digest, now is not None and now.slab.layout.digest == digest
+            if (target := self._target_from(publication, worker, model_id)) is not None:
+                digest, current = target.slab.layout.digest, self.target(worker, model_id)
+                yield model_id, digest, current is not None and current.slab.layout.digest == digest
 
     def objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
-        """Why this worker cannot take a publication. Refusing the layout of its present target is its own affair."""
+        """Why this worker cannot take a publication. If it refuses its current target's layout, that stops nothing."""
         for model_id, digest, in_use in self.layouts_of(peer.worker, publication):
             if not in_use and (model_id, digest) in peer.refused:
                 return peer.refused[model_id, digest]
         return None
 
-    def due(self, peer: Peer) -> Parts:
-        """What the next UPDATE brings a worker: of the publications that it lacks the oldest.
+    def due(self, peer: Peer) -> tuple[Publication | None, Parts]:
+        """What the next UPDATE brings a worker: the oldest publication that it lacks, and its parts of that.
 
-        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
-        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
-        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
-        part.
+        The parts of one publication come together or not at all, and without those of any other, so that one that
+        fails holds up no other. A failed part is not sent again before a newer publication replaces it. If a newer
+        publication has replaced a part of this one, the newer goes first, so that the worker never shows the rest
+        without that part.
         """
-        behind: dict[str, Target] = {}
+        lacking: dict[str, Target] = {}
         blocked: set[int] = set()
         fresh: set[int] = set()
         for model_id in peer.hello.have:
             target = self.target(peer.worker, model_id)
-            if target is None or target.version <= peer.ahead(model_id):
+            if target is None or target.version <= peer.applied_or_staged(model_id):
                 continue
             if (model_id, target.slab.layout.digest) not in peer.accepted:
                 blocked.add(target.version)
                 continue
-            behind[model_id] = target
+            lacking[model_id] = target
             if (model_id, target.version) not in peer.failed:
                 fresh.add(target.version)
         if not (fresh := fresh - blocked):
-            return {}
+            return None, {}
         version = min(fresh)
-        publications = {t.version: t.publication for t in behind.values()}
+        publications = {t.version: t.publication for t in lacking.values()}
         while (
             newer := {
-                behind[m].version  # it has replaced a part of this one, which the worker has never had
-                for m in publications[version].models & behind.keys()
-                if behind[m].version > version > peer.ahead(m)
+                lacking[m].version  # it has replaced a part of this one that the worker has never had
+                for m in publications[version].models & lacking.keys()
+                if lacking[m].version > version > peer.applied_or_staged(m)
             }
             & fresh
         ):
             version = max(newer)
-        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+        return publications[version], {m: (t.version, t.slab) for m, t in lacking.items() if t.version == version}
 
     def due_to_stage(self, peer: Peer) -> Parts:
-        """What is staged, as far as it is for this worker, which does not hold it yet."""
+        """The staged parts for this worker; empty if it holds them already."""
         found: Parts = {}
         for model_id in peer.hello.have:
             target = self.staged_for(peer.worker, model_id)
@@ -532,12 +519,12 @@ class Targets:
                 found[model_id] = target.version, target.slab
         return {} if all(peer.held.get(m) == version for m, (version, _) in found.items()) else found
 
-    # -- what goes to nobody ----------------------------------------------------------------------------------------
+    # -- what no worker gets ----------------------------------------------------------------------------------------
 
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
-        """Why this version of these models, or what has replaced it, will not come to this worker."""
+        """Why this worker will get neither this version of these models nor the one that has replaced it."""
         for publication, refuser, reason in reversed(self._rejections):
-            if not publication.first <= version <= publication.version or publication.models.isdisjoint(models):
+            if not publication.oldest <= version <= publication.version or publication.models.isdisjoint(models):
                 continue
             if publication.workers is None or worker in publication.workers:
                 if worker == refuser:
@@ -546,43 +533,43 @@ class Targets:
                 return SchemaMismatch(text)
         return None
 
-    def rejected(self, version: int) -> frozenset[str]:
+    def rejected_models(self, version: int) -> frozenset[str]:
         return next((p.models for p, *_ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
-        """Another trainer's versions follow, which is to publish everything anew."""
+        """Forget all models and versions: another trainer will publish everything anew."""
         self.close()
         self.models = {}
-        self.version = self.published = self._carried = 0
+        self.version = self.published = self._carried_on_from = 0
         self.staged = None
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:
-        for targets in self._all_of(self.models):
+        for targets in self._target_maps(self.models):
             if (target := targets.pop(worker, None)) is not None:
                 target.slab.release()
 
     def slabs(self) -> list[Slab]:
-        """Of all targets, present and coming, and the bases that they keep."""
-        slabs = [target.slab for targets in self._all_of(self.models) for target in targets.values()]
+        """The slabs of all current and upcoming targets, and the bases that they keep."""
+        slabs = [target.slab for targets in self._target_maps(self.models) for target in targets.values()]
         return slabs + [slab.base[1] for slab in slabs if slab.base is not None]
 
-    def _all_of(self, models: Collection[str]) -> Iterator[ByWorker]:
-        """The present and the coming targets of these models."""
+    def _target_maps(self, models: Collection[str]) -> Iterator[ByWorker]:
+        """The current and the upcoming targets of these models."""
         for model_id in models:
             yield self.models[model_id].current
-            yield from (p.targets[model_id] for p in self._not_current_yet() if model_id in p.targets)
+            yield from (p.targets[model_id] for p in self._upcoming_publications() if model_id in p.targets)
 
-    def _drop(self, models: Collection[str], versions: range, workers: Collection[int | None] = (None,)) -> None:
-        """Drop the targets of these versions, those of these workers; with None among the workers, those of all."""
-        for targets in self._all_of(models):
+    def _release(self, models: Collection[str], versions: range, workers: Container[int | None] = (None,)) -> None:
+        """Drop the targets of these versions for these workers; if None is among them, for all."""
+        for targets in self._target_maps(models):
             for worker in [
                 w for w, t in targets.items() if t.version in versions and (None in workers or w in workers)
             ]:
                 targets.pop(worker).slab.release()
 
     def close(self) -> None:
-        self._drop(self.models, range(self.version + 1))
+        self._release(self.models, range(self.version + 1))
         self.pending.clear()
 
 
@@ -592,8 +579,8 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class WorkerLeases:
-    """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. Its
-    process, ``pid``, ends all its leases when it ends; 0: it is not on this host. ``takes``: see HELLO."""
+    """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. When
+    its process ``pid`` ends (0: it is not local), all its leases end. ``takes``: see HELLO."""
 
     worker: int
     pid: int
@@ -602,14 +589,14 @@ class WorkerLeases:
 
 
 class Leases:
-    """What all worker incarnations may be reading, also those that have left. ``of`` has the leases by the nonce of the
-    incarnation, with one reference to each of their slabs."""
+    """What all worker incarnations may be reading, including those that have left. ``of``: the leases by the
+    incarnation's nonce, with one reference to each slab."""
 
     def __init__(self) -> None:
         self.of: dict[bytes, WorkerLeases] = {}
 
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        """These parts of the UPDATE of this serial are the worker's from now on."""
+        """Lease these parts of the UPDATE of this serial to the worker."""
         if (leases := self.of.get(peer.nonce)) is None:
             pid = peer.hello.pid if peer.local else 0
             leases = self.of[peer.nonce] = WorkerLeases(peer.worker, pid, peer.hello.takes)
@@ -620,12 +607,12 @@ class Leases:
                     slab.retain()
                 leases.slabs[key] = (serial, slab)
 
-    def of_takers(self) -> set[Slab]:
-        """What those may be reading who keep it as long as they like: it counts against nobody's slots."""
+    def held_by_takers(self) -> set[Slab]:
+        """Slabs leased to workers that may keep them as long as they like. They count against no limit of slots."""
         return {slab for leases in self.of.values() if leases.takes for _, slab in leases.slabs.values()}
 
     def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
-        """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""
+        """The worker will take no further UPDATE up to this serial. Of their slabs, it still uses only these."""
         if (leases := self.of.get(nonce)) is None:
             return
         slabs = leases.slabs
@@ -636,11 +623,9 @@ class Leases:
             del self.of[nonce]
 
     def release(self, nonce: bytes) -> None:
-        if (leases := self.of.pop(nonce, None)) is not None:
-            for _, slab in leases.slabs.values():
-                slab.release()
+        self.report(nonce, MAX_SERIAL, ())
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """End all leases: no slab is written again."""
         for nonce in list(self.of):
             self.release(nonce)

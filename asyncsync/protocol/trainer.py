@@ -1,15 +1,16 @@
-"""The trainer's state machine. Workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
+"""The trainer's state machine: workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
 
 Usage by a shell that owns sockets and time::
 
-    trainer.receive(route, instruction, payload, now)      # something came
-    trainer.publish({model_id: slab}, None, now)           # something is to go
+    trainer.receive(route, instruction, payload, now)      # a message has come
+    trainer.publish({model_id: slab}, None, now)           # there is a new version
     trainer.tick(now)                                      # every quarter of a second or so
     while trainer.outbox: send(*trainer.outbox.popleft())
 
-Delivery is *targets and repair*, not a log: each worker has one target per model; at most one UPDATE is outstanding
-per worker, and whatever gets lost is found by PING and PONG, which carry the worker's state. So every message may be
-dropped, duplicated, delayed or reordered without harm. Bytes go out on the worker's credit only; no queue ever fills.
+Delivery is *targets and repair*, not a log. Each worker has one target per model, and at most one UPDATE outstanding.
+PONG carries the worker's state, which shows the trainer whatever got lost. So every message may be dropped, duplicated,
+delayed or reordered without harm. Bytes that do not fit into an UPDATE are sent on the worker's credit only, so no
+queue ever fills.
 """
 
 from __future__ import annotations
@@ -19,32 +20,38 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import FanOut, Membership, Progress
-from asyncsync.protocol.relays import Behind, Questions, Verification
+from asyncsync.protocol.relays import RelayedWorkers, TargetRequests, Verification
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Leases, Model, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
+from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, STAGE, Epoch, Instruction
 
-# What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
-GAP = 1 << 16
-# A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
-LARGEST_LEAP = 1 << 32
-LAST_LEAP = 1 << 63
-KEPT_ANSWERS = 1024  # of a relay, until it can pass them on; the root requests again what is lost
+# Announcements of the previous sender may still reach a worker after its report. The gap keeps our serials off theirs.
+SERIAL_GAP = 1 << 16
+# One worker's report moves the serials of all workers. With these limits, a worker that lies would need a thousand
+# million messages to use them up.
+LARGEST_SERIAL_LEAP = 1 << 32
+LAST_SERIAL_LEAP = 1 << 63
+KEPT_ANSWERS = 1024  # in a relay, until it can pass them on; the root requests lost ones again
 
 
 class Trainer:
-    """The trainer's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:
-    pieces that are to be encoded, in any thread, before :meth:`packed` sends them.
+    """The trainer's half of a bus.
 
-    ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
-    ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
-    last UPDATE or AGAIN. ``touched`` has the workers whose state may have changed; whoever reads it clears it.
-    ``sources`` are the addresses of the other processes that have shares of what is published. ``verification`` is what
-    :meth:`verify` has begun last; ``answers``, in a relay, are for the sender above it.
+    Attributes:
+        epoch: the fencing token: start time in ns, and a random number.
+        num_workers: None: workers may come and go (elastic).
+        announcement: the newest one; None: there is none, or it must not be used any more.
+        serial: of the last UPDATE or AGAIN.
+        to_encode: pieces to encode, in any thread, before :meth:`stream` sends them.
+        touched: the workers whose state may have changed; the reader clears it.
+        sources: the addresses of the other processes that have shares of what is published.
+        verification: the one that :meth:`verify` began last.
+        answers: in a relay, the DIGESTS to pass on to the sender above it.
+        fenced: why this trainer sends nothing any more: it has met a newer one.
     """
 
     def __init__(
@@ -57,14 +64,14 @@ class Trainer:
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome
         )
-        self.questions = Questions(membership, self.targets)
+        self.requests = TargetRequests(membership, self.targets)
         self.progress = Progress(membership, self.targets)
         self.fanout = FanOut(membership)
-        self.behind = Behind(membership, self.targets)
+        self.relayed = RelayedWorkers(membership, self.targets)
         self.peers, self.outbox = membership.peers, membership.outbox
         self.announcement: Announcement | None = None
         self.serial = 0
-        self.wanted: deque[tuple[Encoding, int]] = deque()
+        self.to_encode: deque[tuple[Encoding, int]] = deque()
         self.sources: tuple[str, ...] = ()
         self.verification: Verification | None = None
         self.answers: deque[messages.Digests] = deque(maxlen=KEPT_ANSWERS)
@@ -81,16 +88,16 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The last one that :meth:`publish` has returned."""
+        """The newest version that any publication was given."""
         return self.targets.version
 
     @property
     def published(self) -> int:
-        """The newest one that has become a target."""
+        """The newest version that has become a target."""
         return self.targets.published
 
     def serve(self, model_id: str, now: float) -> None:
-        """Announce a model; workers that wait for it can connect, its weights come later."""
+        """Announce a model, so that workers that wait for it can connect. Its weights come later."""
         if model_id not in self.targets.models:
             self.targets.models[model_id] = Model()
             for peer in self.peers.values():
@@ -106,12 +113,13 @@ class Trainer:
         *,
         stages: bool = False,
     ) -> int:
-        """Make these slabs the targets, as soon as those who have to have accepted their layouts; returns the version,
-        a new one unless it was given elsewhere. The caller keeps its own references. A large slab may still be being
-        packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as :meth:`check_open`.
+        """Make these slabs the targets, as soon as the workers concerned have accepted their layouts. Returns the
+        version: the next one, or ``version``, which another sender has given. The caller keeps its own references. If
+        a slab is still being packed, call :meth:`stream` whenever more of it is packed, or :meth:`abandon`. Raises
+        Fenced or ClosedError like :meth:`check_open`.
 
-        ``stages``: the workers keep the version, and the targets stay as they are, until :meth:`commit`. There is one
-        staged version at most: what was staged before is dropped.
+        With ``stages``, workers hold the version, and the targets stay as they are, until :meth:`commit`. A publication
+        drops the version that was staged before, so there is one at most.
         """
         self.check_open()
         if self.targets.staged is not None:
@@ -119,70 +127,69 @@ class Trainer:
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
-        if not self._is_agreed(publication):
-            # Whoever has refused these layouts is shown them again: its model may fit now.
-            again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
-            publication.awaiting = self._unanswered(publication)
+        if not self._is_accepted_already(publication):
+            # Show these layouts again to workers that refused them, because their models may fit by now.
+            again = [peer for peer in self.peers.values() if peer.ask_again(publication.layouts, waiting)]
+            publication.awaiting = self._workers_to_await(publication)
             for peer in self.peers.values():
                 self._show_layouts(peer, again=peer in again)
-        self._commit_if_agreed(publication)
+        self._accept_if_agreed(publication)
         return publication.version
 
     def commit(self, version: int) -> None:
-        """The staged version becomes the target, as soon as those who have to have accepted its layouts. Raises
-        ValueError: it is not staged (any more)."""
+        """Make the staged version the target, as soon as the workers concerned have accepted its layouts. Raises
+        ValueError if it is not staged (any more)."""
         self.check_open()
         self.check_staged(version)
-        for peer in (*self.peers.values(), *self.behind.workers.values()):
-            # Who could not get it ready may apply it all the same.
+        for peer in (*self.peers.values(), *self.relayed.workers.values()):
+            # A worker that failed to stage this version may still apply it.
             peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
-        self.targets.apply_staged()
-        self._pump()
+        self.targets.commit_staged()
+        self._send_due()
 
-    def _instead(self, version: int) -> str:
-        """What has become of a version that is not staged."""
+    def _why_not_staged(self, version: int) -> str:
         if self.targets.staged is not None:
-            return f"version {self.targets.staged.version} is"
+            return f"version {self.targets.staged.version} is staged instead"
         if self.published > version:
             return f"it was replaced by version {self.published}"
-        return "it was published" if self.published == version else "nothing is"
+        return "it was published already" if self.published == version else "no version is staged"
 
     def check_staged(self, version: int) -> None:
         if not self.targets.is_staged(version):
-            raise ValueError(f"version {version} is not staged: {self._instead(version)}")
+            raise ValueError(f"version {version} is not staged: {self._why_not_staged(version)}")
 
-    def check_issued(self, version: int) -> None:
-        """Raise ValueError if this version goes to nobody: it was dropped, or replaced before it was committed."""
+    def check_not_dropped(self, version: int) -> None:
+        """Raise ValueError if this version was dropped, or replaced before it was committed: no worker gets it."""
         if version in self.targets.dropped:
-            raise ValueError(f"version {version} was dropped: {self._instead(version)}")
+            raise ValueError(f"version {version} was dropped: {self._why_not_staged(version)}")
 
     def drop(self) -> None:
-        """The staged version, if there is one, goes to nobody."""
+        """Drop the staged version, if there is one: no worker gets it."""
         if version := self.targets.drop_staged():
             self._end_transfers(version)
             for peer in self.peers.values():
-                self._drop_at(peer, version)
+                self._send_drop(peer, version)
 
-    def _drop_at(self, peer: Peer, version: int) -> None:
-        """Tell a worker that may have staged this version; PONG shows whether it has heard of it."""
+    def _send_drop(self, peer: Peer, version: int) -> None:
+        """Send DROP to a worker that may have staged this version. If DROP is lost, PONG shows what it still holds."""
         peer.held = {m: v for m, v in peer.held.items() if v != version}
         if not peer.lost:
             self.membership.send(peer.route, messages.Drop(self.epoch, version))
 
-    def packed(self) -> None:
-        """More of a slab that was published while it is being packed is there, or of what was :attr:`wanted`."""
+    def stream(self) -> None:
+        """Send the bytes that have been packed or encoded since the last call."""
         for peer in self.peers.values():
             if peer.transfer is not None:
                 self._stream(peer, peer.transfer)
         self.fanout.stream()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
-        """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
-        ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
+        """Take back a version whose slab will never be complete (None: it was not published). The targets that it has
+        ``replaced``, which :meth:`Targets.retain_current` returned before, are the targets again."""
         self.targets.abandon(version, replaced)
         if version is not None:
             self._end_transfers(version)
-        self._pump()
+        self._send_due()
 
     def _end_transfers(self, version: int) -> None:
         """Send nothing more of this version."""
@@ -191,8 +198,8 @@ class Trainer:
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
 
-    def assemble(self, model_id: str) -> None:
-        """Every expected worker has been there: from now on nobody who is absent holds up a publication."""
+    def mark_assembled(self, model_id: str) -> None:
+        """All expected workers have been connected: from now on, an absent worker holds up no publication."""
         self.targets.models[model_id].assembled = True
 
     def close(self) -> None:
@@ -204,11 +211,11 @@ class Trainer:
         self.fanout.end()
         self.targets.close()
         self.leases.close()
-        self.wanted.clear()
-        self.announcement = None  # it may have views of a slab
+        self.to_encode.clear()
+        self.announcement = None  # its payload may be views of a slab
 
     def check_open(self) -> None:
-        """Raise Fenced or ClosedError if this trainer has come to its end."""
+        """Raise Fenced or ClosedError if this trainer is fenced or closed."""
         if self.fenced is not None:
             raise Fenced(*self.fenced.args)
         if self.closed:
@@ -217,8 +224,8 @@ class Trainer:
     # -- what comes from the workers -----------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[messages.Buffer], now: float) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is from an unknown peer, of another
-        epoch, or not for a trainer."""
+        """Handle one message. Raises ProtocolError, with nothing changed, if it comes from an unknown peer, is of
+        another epoch, or is not for a trainer."""
         if self.closed or self.fenced is not None:
             return
         if isinstance(instruction, messages.Hello):
@@ -229,12 +236,12 @@ class Trainer:
         newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
-        if getattr(instruction, "epoch", None) != self.epoch and not self._leaves(peer, instruction):
-            whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
-            raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
-        if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
+        if getattr(instruction, "epoch", None) != self.epoch and not self._is_leaving(peer, instruction):
+            sender = "an unknown peer" if peer is None else f"worker {peer.worker}"
+            raise ProtocolError(f"{kind.__name__} of another epoch from {sender}")
+        if isinstance(instruction, messages.Released):  # perhaps from a worker that is no peer any more
             self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
-        if newcomer is not None and (entered := self.membership.prove(newcomer, instruction, now)) is not None:
+        if newcomer is not None and (entered := self.membership.on_newcomer(newcomer, instruction, now)) is not None:
             assert isinstance(instruction, messages.Ready)
             self._on_ready(entered, instruction)
         if peer is None:
@@ -243,17 +250,17 @@ class Trainer:
             case messages.Applied():
                 versions = instruction.versions
                 if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
-                    versions = peer.transfer.versions  # otherwise, of an update that is over already: nothing is new
+                    versions = peer.transfer.versions  # if that update is over already, the short form adds nothing
                 self.membership.check_versions(peer, versions)
                 peer.note_applied(versions)
                 if len(self.targets.models) > 1 or self.targets.version not in versions.values():
-                    self._pump(peer)  # something else may be due
+                    self._send_due(peer)  # another update may be due
             case messages.Staged():
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     ready = peer.held if peer.transfer.phase == STAGE else peer.staged
                     ready.update(peer.transfer.versions)
                     peer.end_transfer()
-                    self._pump(peer)
+                    self._send_due(peer)
             case messages.Fetch():
                 self._on_fetch(peer, instruction)
             case messages.Pong():
@@ -264,16 +271,16 @@ class Trainer:
                 self._on_refused(peer, instruction)
             case messages.Failed():
                 self.membership.check_versions(peer, instruction.versions)
-                failed = self.targets.concerning(peer.worker, instruction.versions)
+                failed = self.targets.relevant(peer.worker, instruction.versions)
                 peer.note_failed(failed, instruction.error(peer.worker))
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     peer.end_transfer()
-                self._pump(peer)
+                self._send_due(peer)
             case messages.Ping():
-                self.questions.put(peer, instruction)
+                self.requests.receive(peer, instruction)
             case messages.Relayed():
-                self.behind.report(peer, instruction, now)
-                self._take_in_reported()
+                self.relayed.report(peer, instruction, now)
+                self._process_relayed_changes()
             case messages.Digests():
                 self._on_digests(peer, instruction, now)
             case messages.Bye():
@@ -283,7 +290,7 @@ class Trainer:
                 self.lost(peer.worker, peer.nonce, why, now)
             case messages.Released():
                 if instruction.nonce == peer.nonce and instruction.last == MAX_SERIAL:
-                    self.lost(peer.worker, peer.nonce, "it has left: it was turned away", now)
+                    self.lost(peer.worker, peer.nonce, "it has left, because it was turned away", now)
             case _:
                 raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         self.touched.add(peer.worker)
@@ -293,8 +300,8 @@ class Trainer:
         peer.slow = False
         peer.unreachable_since = None
 
-    def _leaves(self, peer: Peer | None, instruction: Instruction) -> bool:
-        """Whether a worker leaves with this. It does so for good, also if it has not heard of this epoch yet."""
+    def _is_leaving(self, peer: Peer | None, instruction: Instruction) -> bool:
+        """Whether a worker leaves with this message. It leaves for good, even if it does not know this epoch yet."""
         if isinstance(instruction, messages.Bye):
             return peer is not None and instruction.nonce == peer.nonce
         if not isinstance(instruction, messages.Released) or instruction.last < MAX_SERIAL:
@@ -311,27 +318,27 @@ class Trainer:
                     peer.end_transfer()
                 self.fanout.end()
                 return
-            self.membership.outrun(hello)
-        self.membership.hello(route, hello, now)
+            self.membership.raise_epoch_above(hello)
+        self.membership.receive_hello(route, hello, now)
         self.touched.add(hello.worker)
 
     def _on_ready(self, peer: Peer, ready: messages.Ready) -> None:
         peer.ready, peer.opens = True, ready.opens
-        # Of what it has accepted before, only layouts of targets can matter again.
+        # Of the layouts that it accepted before, only those of targets can matter again.
         peer.accepted &= {
-            (m, t.slab.layout.digest) for m in peer.hello.have for t in self.targets.all_of(peer.worker, m)
+            (m, t.slab.layout.digest) for m in peer.hello.have for t in self.targets.all_targets(peer.worker, m)
         }
         for layout in ready.digests.items():
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)
         peer.unanswered_welcomes = max(0, peer.unanswered_welcomes - 1)
         self._show_layouts(peer, again=peer.lacks_welcome)
-        self._recheck([peer.worker])
-        self._pump(peer)
+        self._recheck_pending([peer.worker])
+        self._send_due(peer)
 
     def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
         if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
-            return  # it concerns a publication that is over; the layout was shown again for the next one
+            return  # it answers an older WELCOME; the layout was shown again since, for another publication
         peer.ready = True
         error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
         peer.note_refused(refused.model_id, refused.digest, error)
@@ -341,20 +348,20 @@ class Trainer:
                 self.targets.reject(publication, peer.worker, reason)
         for other in self.peers.values():
             self._show_layouts(other)
-        self._recheck([peer.worker])
-        self._pump(peer)
+        self._recheck_pending([peer.worker])
+        self._send_due(peer)
         self.touched.update(self.peers)
 
     def _on_fetch(self, peer: Peer, fetch: messages.Fetch) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != fetch.serial:
-            return  # of an update that is over; if the worker still wants it, PONG will show
+            return  # that update is over; if the worker still needs it, PONG will show that
         if len(fetch.bases) not in (0, len(transfer.parts)):
             raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
         encodes = self.settings.delta or self.settings.compress
-        if (transfer.rewound(fetch) or not transfer.granted) and encodes:
-            # Now that the worker fetches the bytes, it is known which bases it has.
-            transfer.encode(peer.codec, fetch.bases, self.settings.piece_bytes)
+        if (transfer.rewind(fetch) or not transfer.granted) and encodes:
+            # Only FETCH tells which bases the worker has.
+            transfer.set_encodings(peer.codec, fetch.bases, self.settings.piece_bytes)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         self._stream(peer, transfer)
@@ -365,16 +372,16 @@ class Trainer:
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
-        self._pass_by(peer, pong.last)
+        self._skip_serials_up_to(peer, pong.last)
         if pong.seq > peer.welcome_after_ping:
-            peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
-        self.membership.answered(peer, pong.seq)
+            peer.unanswered_welcomes = 0  # every WELCOME before that PING was answered, or was lost
+        self.membership.note_answer(peer, pong.seq)
         peer.note_applied(pong.versions)
         peer.taken = {m: version for m, version in pong.taken.items() if version > peer.applied.get(m, 0)}
-        self.behind.check(peer, pong.reports)
+        self.relayed.request_missing(peer, pong.reports)
         transfer = peer.transfer
         if transfer is None:
-            # What was staged once may have been dropped since: an update that failed, and whose report was lost.
+            # A staged version may be gone: it failed, and FAILED was lost.
             peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
         elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
             if transfer.phase == STAGE and transfer.versions.items() <= pong.held.items():
@@ -382,101 +389,102 @@ class Trainer:
             elif all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):
                 peer.staged.update(transfer.versions)
             else:
-                # The UPDATE was lost, or dropped: maybe the worker does not know its layouts any more.
+                # The UPDATE was lost, or the worker dropped it, perhaps because it knows its layouts no longer.
                 peer.accepted -= transfer.layouts
                 self._welcome(peer)
             peer.end_transfer()
         if transfer is None or transfer.after_ping < pong.seq:
             self._check_held(peer, pong.held)
-        if peer.welcome_after_ping < pong.seq and peer.unsettled:
+        if peer.welcome_after_ping < pong.seq and peer.owes_answer:
             self._welcome(peer)
-        self._pump(peer)
+        self._send_due(peer)
 
     def _check_held(self, peer: Peer, held: Mapping[str, int]) -> None:
-        """A worker holds these versions until COMMIT: those that will not come are dropped."""
+        """A worker holds these versions until COMMIT: drop those that will not be committed."""
         peer.held = {m: version for m, version in held.items() if version > peer.applied.get(m, 0)}
         staged = 0 if self.targets.staged is None else self.targets.staged.version
         for version in set(held.values()) - {staged}:
             targets = (self.targets.target(peer.worker, m) for m, v in held.items() if v == version)
             if not any(target is not None and target.version == version for target in targets):
-                self._drop_at(peer, version)
+                self._send_drop(peer, version)
 
     # -- liveness ------------------------------------------------------------------------------------------------------
 
-    def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The process of a worker incarnation has ended, and all its leases with it."""
+    def process_ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
+        """The process of a worker incarnation has ended: end its leases, too."""
         self.leases.release(nonce)
         self.lost(worker, nonce, reason, now)
 
     def lost(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The worker has left, or will not be waited for. Its leases end when it reports so, or with its process."""
+        """The worker has left, or is given up. Its leases end when it reports so, or with its process."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.lost:
             return
         newcomer = self.membership.lose(peer, reason, now)
-        self._recheck([worker])
+        self._recheck_pending([worker])
         self.touched.add(worker)
-        self.behind.lose(peer, now)
-        self._take_in_reported()
+        self.relayed.lose(peer, now)
+        self._process_relayed_changes()
         if newcomer is not None:
-            self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
+            self.membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def expel(self, worker: int, why: str, now: float) -> None:
-        """This worker may not take part any more."""
+        """Send away a worker that may no longer take part."""
         peer = self.peers.get(worker)
         if peer is not None and not peer.lost:
             self.membership.expel(peer, why)
-            self._give_up(peer, why, now)
+            self._lose(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
-        """A send found no connection. It may come back; a remote peer that stays away is lost."""
+        """A send found no connection. The worker may come back; one that is not watched is lost if it stays away."""
         if (peer := self.membership.unreachable(route, now)) is not None:
-            self._give_up(peer, "its connection is gone", now)
+            self._lose(peer, "its connection is gone", now)
 
-    def _give_up(self, peer: Peer, why: str, now: float) -> None:
-        # On another host nothing can be read in place. One that may be here keeps its leases.
-        gone = self.ended if peer.local is False else self.lost
+    def _lose(self, peer: Peer, why: str, now: float) -> None:
+        # A worker on another host reads no slab in place. One that may be on this host keeps its leases.
+        gone = self.process_ended if peer.local is False else self.lost
         gone(peer.worker, peer.nonce, why, now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
+        """A transport has failed to bring a worker the slab of this descriptor."""
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.transfer is None:
             return
         if any(slab.descriptor == descriptor for _, slab in peer.transfer.parts.values()):
             peer.note_failed(peer.transfer.versions, error)
             peer.end_transfer()
-            self._pump(peer)
+            self._send_due(peer)
 
-    def clogged(self, route: bytes) -> None:
-        """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
+    def queue_full(self, route: bytes) -> None:
+        """A send found the worker's queue full and dropped the message. PING and PONG will repair that."""
         if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
             self.touched.add(peer.worker)
 
     def tick(self, now: float) -> None:
-        """Send what is due, and wait no longer for what is overdue."""
+        """Send what is due, and stop waiting for answers to new layouts that are overdue."""
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
             for publication in list(self.targets.pending.values()):
-                if now >= publication.deadline and not self._is_gathering(publication):
+                if now >= publication.deadline and not self._is_assembling(publication):
                     publication.awaiting.clear()
-                    self._commit_if_agreed(publication)
+                    self._accept_if_agreed(publication)
             self.fanout.stream()
-            self.behind.tick(now)
-            self._take_in_reported()
+            self.relayed.tick(now)
+            self._process_relayed_changes()
             self._request_digests(now)
 
     # -- verifying: what the workers' models hold ----------------------------------------------------------------------
 
     def verify(self, model_id: str, workers: Iterable[int], now: float) -> Verification:
-        """Ask these workers what they hold of a model, instead of what was asked before."""
+        """Ask these workers what they hold of a model. This replaces the verification before."""
         self._verifications += 1
         self.verification = Verification(self.membership, self._verifications, model_id, workers)
         self._request_digests(now)
         return self.verification
 
-    def pass_on(self, question: messages.Verify) -> None:
+    def send_question(self, question: messages.Verify) -> None:
         peer = self.membership.find(question.worker)
         if peer is not None and peer.nonce == question.nonce and not peer.lost:
             relay = peer if peer.relay is None else self.peers.get(peer.relay)
@@ -486,7 +494,7 @@ class Trainer:
     def _request_digests(self, now: float) -> None:
         if self.verification is not None:
             for question in self.verification.due(now):
-                self.pass_on(question)
+                self.send_question(question)
 
     def _on_digests(self, peer: Peer, page: messages.Digests, now: float) -> None:
         asked = self.membership.find(page.worker)
@@ -498,171 +506,166 @@ class Trainer:
             self.verification.answer(page, now)
             self._request_digests(now)
 
-    # -- agreement: who has to accept the layouts of a publication -----------------------------------------------------
+    # -- agreement: which workers have to accept the layouts of a publication ------------------------------------------
 
     def _welcome(self, peer: Peer) -> None:
-        self._pass_by(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
+        self._skip_serials_up_to(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
         self._show_layouts(peer, again=True)
 
     def welcome_all(self) -> None:
-        """Say anew where everything is."""
+        """Send all workers WELCOME again, because an address in it has changed."""
         for peer in self.membership.welcomed:
             self._welcome(peer)
 
-    def _take_in_reported(self) -> None:
-        """Some workers behind relays have come, have changed, or are lost."""
-        changed, self.behind.changed = self.behind.changed, set()
+    def _process_relayed_changes(self) -> None:
+        """Note which workers behind relays have come, have changed, or are lost."""
+        changed, self.relayed.changed = self.relayed.changed, set()
         self.touched |= changed
-        self._recheck(changed)
+        self._recheck_pending(changed)
 
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
-        """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
-        ``again``: also if the last one was the same."""
+        """Send WELCOME with one layout per model: the oldest that the worker has not answered for, else the newest.
+        Without ``again``, only if the last WELCOME had others."""
         if peer.lost or self.epoch == messages.NO_EPOCH:
-            return  # who is not welcome goes on to the next address
+            return  # a worker that gets no WELCOME from this relay tries the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
-            targets = self.targets.all_of(peer.worker, model_id) if model_id in peer.hello.have else []
-            open_ones = (t.slab.layout for t in targets if not peer.answered(model_id, t.slab.layout.digest))
-            layout = next(open_ones, targets[-1].slab.layout if targets else None)
+            targets = self.targets.all_targets(peer.worker, model_id) if model_id in peer.hello.have else []
+            unanswered = (t.slab.layout for t in targets if not peer.has_answered(model_id, t.slab.layout.digest))
+            layout = next(unanswered, targets[-1].slab.layout if targets else None)
             models[model_id] = b"" if layout is None else layout.digest
             if layout is not None:
                 layouts.append(layout.encoded)
-        if again or models != peer.announced:
-            peer.announced = models
+        if again or models != peer.shown_layouts:
+            peer.shown_layouts = models
             peer.welcome_after_ping = peer.ping_seq
-            members, me = self.membership, self.membership.identity
-            number = peer.count_welcome(models.items())
-            attempt = peer.hello.attempt
+            me, number = self.membership.identity, peer.count_welcome(models.items())
             welcome = messages.Welcome(
-                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number,
-                members.fanout_port, self.sources,
+                self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models, number,
+                self.membership.fanout_port, self.sources,
             )  # fmt: skip
-            members.send(peer.route, welcome, layouts)
+            self.membership.send(peer.route, welcome, layouts)
 
-    def _recheck(self, workers: Collection[int]) -> None:
+    def _recheck_pending(self, workers: Collection[int]) -> None:
         pending: dict[int, Publication] = {}
-        while pending.keys() != self.targets.pending.keys():  # one that becomes the target may let others follow
+        while pending.keys() != self.targets.pending.keys():  # a publication that becomes the target may free others
             pending = dict(self.targets.pending)
             for publication in pending.values():
                 asked = publication.awaiting.intersection(workers)
                 publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
-                self._commit_if_agreed(publication)
+                self._accept_if_agreed(publication)
 
-    def _commit_if_agreed(self, publication: Publication) -> None:
+    def _accept_if_agreed(self, publication: Publication) -> None:
         if not publication.awaiting and publication.version in self.targets.pending:
-            self.targets.commit(publication)
-            self._pump()
+            self.targets.accept(publication)
+            self._send_due()
 
-    def _is_gathering(self, publication: Publication) -> bool:
-        """True before everybody has been there once: then even workers that are not connected yet are waited for."""
+    def _is_assembling(self, publication: Publication) -> bool:
+        """True until all workers have been connected once: the publication waits even for absent ones."""
         models = self.targets.models
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
-    def _is_agreed(self, publication: Publication) -> bool:
-        """True if nothing else is pending, and nobody need be sent a WELCOME. The rule in a training loop."""
-        if len(self.targets.pending) != 1 or self._is_gathering(publication):
+    def _is_accepted_already(self, publication: Publication) -> bool:
+        """True if nothing else is pending, and no worker needs a WELCOME. This is the usual case in a training loop."""
+        if len(self.targets.pending) != 1 or self._is_assembling(publication):
             return False
         return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
 
-    def _unanswered(self, publication: Publication) -> set[int]:
-        gathering = self._is_gathering(publication)
+    def _workers_to_await(self, publication: Publication) -> set[int]:
+        assembling = self._is_assembling(publication)
         there = (worker for worker, peer in self.peers.items() if peer.is_worker)
-        candidates = set(self.membership.expected() if gathering else there)
+        candidates = set(self.membership.expected() if assembling else there)
         if publication.workers is not None:
             candidates &= publication.workers
         return {worker for worker in candidates if self._is_awaited(worker, publication)}
 
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
-        gathering = self._is_gathering(publication)
+        assembling = self._is_assembling(publication)
         peer = self.peers.get(worker)
         if peer is None:
-            # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
-            behind = self.membership.behind.get(worker)
-            has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
-            return gathering and not has_answered
-        if not gathering and (peer.lost or peer.slow):
+            # Its relay asks it for agreement. Its refusal stops only the workers behind that relay.
+            relayed = self.membership.relayed_workers.get(worker)
+            is_there = relayed is not None and not relayed.lost and relayed.hello.have.keys() >= publication.models
+            return assembling and not is_there
+        if not assembling and (peer.lost or peer.slow):
             return False
         for model_id, digest, in_use in self.targets.layouts_of(worker, publication):
             if model_id not in peer.hello.have:
-                if gathering:
+                if assembling:
                     return True
-            elif not peer.answered(model_id, digest) and (gathering or not in_use):
+            elif not peer.has_answered(model_id, digest) and (assembling or not in_use):
                 return True
         return False
 
     # -- the next update of each worker --------------------------------------------------------------------------------
 
-    def _pump(self, *peers: Peer) -> None:
-        """Start the next UPDATE for each of these workers, or all, that has none outstanding and lacks something."""
+    def _send_due(self, *peers: Peer) -> None:
+        """Start the next UPDATE for each of these workers (none given: all) that has none outstanding and lacks
+        something."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
                 self._announce(peer)
 
     def _announce(self, peer: Peer) -> None:
-        parts = self.targets.due(peer)
-        is_held = bool(parts) and all(peer.held.get(m) == version for m, (version, _) in parts.items())
-        phase = messages.COMMIT if is_held else messages.APPLY
-        if not parts and self.targets.staged is not None:
+        publication, parts = self.targets.due(peer)
+        is_held = all(peer.held.get(m) == version for m, (version, _) in parts.items())
+        phase = COMMIT if is_held else APPLY
+        if not parts and (publication := self.targets.staged) is not None:
             parts, phase = self.targets.due_to_stage(peer), STAGE
-        if not parts:
+        if publication is None or not parts:
             return
-        # A relay passes bytes on, wherever it is.
+        # A relay gets the bytes even on this host, because it passes them on.
         opens = peer.local is True and peer.opens and peer.hello.role != "relay"
         streams = not opens and any(slab.streamable for _, slab in parts.values())
         last = self.announcement
         form = streams, peer.codec, phase
         if last is None or not last.matches(peer.serial, parts, form):
             self.serial += 1
-            of = self.targets.staged_for if phase == STAGE else self.targets.target
-            target = of(peer.worker, next(iter(parts)))
-            assert target is not None
-            metadata, castable = target.publication.metadata, target.publication.workers is None
+            metadata, castable = publication.metadata, publication.workers is None
             last = self.announcement = Announcement(
                 self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
             )
-        self._start(peer, last, parts)
+        self._start_transfer(peer, last, parts)
 
-    def _pass_by(self, peer: Peer, serial: int) -> None:
-        """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
-        that, it comes from another one, which counts by itself: a relay that was killed, or whose workers have moved
-        here."""
+    def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
+        """A worker has had this serial in this epoch, and ignores announcements that are not newer. If this sender has
+        not sent it that one, another sender has, which counts by itself: a relay that was killed, or that the worker
+        has left. Then go on behind that serial."""
         if serial <= peer.serial or not (self.serial or self.membership.follows):
             return
         peer.serial, self.announcement = 0, None
-        if self.serial < serial and self.serial < LAST_LEAP:
-            self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
+        if self.serial < serial and self.serial < LAST_SERIAL_LEAP:
+            self.serial = min(serial + SERIAL_GAP, self.serial + LARGEST_SERIAL_LEAP)
 
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.wanted):
+        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.to_encode):
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
 
     # -- the fast path: AGAIN is the next update of a training loop ----------------------------------------------------
 
     def steady(self, model_id: str) -> list[Peer] | None:
-        """Those who can be told the next version of this model by AGAIN, and nobody else is there; None where it takes
-        more.
+        """All workers that are there, if AGAIN can announce the next version of this model to each of them; else None.
 
-        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
-        is pending, nobody has weights of its own, nothing was refused or has failed. If what comes differs from it in
-        nothing but version and bytes, the rest of what an UPDATE takes into account cannot have changed.
+        The state is steady if every worker was sent the last update, which is the target, and has applied it; if no
+        publication is pending, no worker has weights of its own, and nothing was refused or has failed. If the next
+        update differs from the last only in version and bytes, nothing else that an UPDATE depends on has changed.
         """
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or not self.settings.fast:
             return None
-        if last.apart:
-            return None  # some cannot open what its descriptor names
+        if last.streamed_models:
+            return None  # some workers cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.common
         if model is None or current is None or current.version != targets.version:
-            return None  # the last version is pending, staged, another model's, one worker's, or nobody's
+            return None  # the last version is pending, staged, another model's or one worker's, or was rejected
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
             return None
         peers = [peer for peer in self.membership.peers.values() if not peer.lost]
         for peer in peers:
             if not peer.is_worker:
-                return None  # the fast path counts answers, and nobody waits for this one's
+                return None  # the fast path waits for all answers, but must not wait for a relay or guest
             if peer.serial != last.serial or peer.transfer is not None or not peer.agrees(last.layouts):
                 return None
             if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
@@ -678,11 +681,11 @@ class Trainer:
         unsent: Collection[Peer],
         now: float,
     ) -> None:
-        """Take over from the fast path, which has gone on from :meth:`steady` without this.
+        """Take over from the fast path, which has published since :meth:`steady`, and has counted versions and serials.
 
-        It has counted versions and serials itself; ``slab`` is the newest version, with the caller's reference,
-        published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
-        acknowledged that, and to those in ``unsent`` it has yet to be announced.
+        ``slab`` has the newest version, with the caller's reference, published at ``now``. All ``peers`` have applied
+        every version before it. Those in ``waiting`` have not acknowledged the newest; it has still to be announced to
+        those in ``unsent``.
         """
         version, serial, current = self.targets.version, self.serial, self.targets.models[model_id].current
         assert self.announcement is not None
@@ -696,15 +699,15 @@ class Trainer:
             peer.applied[model_id] = version - 1 if peer in waiting else version
             peer.serial = serial
             if peer in waiting:
-                self._start(peer, last, parts, send=peer in unsent)
+                self._start_transfer(peer, last, parts, send=peer in unsent)
 
-    def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
-        """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
+    def _start_transfer(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
+        """Record that this announcement is on its way to a worker; with ``send``, send it."""
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leased:
             self.leases.lease(peer, last.serial, {model_id: parts[model_id] for model_id in last.leased})
         if self.membership.fanout_port:
-            self.fanout.started(peer, last.serial)
+            self.fanout.note_announced(peer, last.serial)
         peer.serial = last.serial
         if send:
             peer.bytes_sent += last.nbytes

@@ -2,9 +2,9 @@
 
 Shares: several trainer processes have the bytes of one version. One of them coordinates. Its
 :class:`~asyncsync.protocol.trainer.Trainer` numbers the version, asks the workers for their agreement, announces it
-and counts who has applied it. In the place of bytes that another process has it publishes a :class:`ShareSlab`, which
-says in which one they are. It publishes a version when every process has offered its share, so no worker waits for a
-share that nobody has.
+and notes which workers have applied it. In the place of bytes that another process has, it publishes a
+:class:`ShareSlab`, which names that process. It publishes a version only when every process has offered its share, so
+no worker waits for a share that no process has.
 
 The other processes only serve bytes. Each has a :class:`Sharer`. A worker that was sent the UPDATE requests a share by
 PULL, which gives credit as FETCH does, and gets CHUNKs. The coordinator keeps all accounts, also the leases on shared
@@ -30,26 +30,27 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.messages import APPLY, COMMIT, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
 
-ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
+ENCODED_ABOVE = 2 << 10  # encoding fewer bytes of an UPDATE is not worth the work
 MAX_GAPS = 256
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
 Form = tuple[bool, str, int]
-"""Whether what workers of this host would open travels as chunks, as far as it can; the codec of bytes that ride in the
-UPDATE (empty: they are as they are); the phase."""
+"""Whether slabs that workers of this host would open travel as chunks, as far as they can; the codec of bytes that ride
+in the UPDATE (empty: none); the phase."""
 
 
 class Announcement:
-    """An UPDATE and its payload frames: one for all workers that are to have the same parts. The slabs may be gone
-    earlier.
+    """An UPDATE and its payload frames, shared by all workers that get the same parts. It holds no references to the
+    slabs, which may be released before it.
 
     Attributes:
-        castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
-        repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
-        apart: the models whose bytes travel as chunks, although workers of this host would open them.
-        leased: the models whose bytes are leased to each worker that is sent it.
-        sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
+        castable: whether CAST may carry it: it is for all workers, and its bytes ride in it or travel as chunks.
+        repeatable: whether AGAIN can follow: it brings all bytes of one part, and nothing else that may differ.
+        streamed_models: the models whose bytes travel as chunks, although workers of this host would open them.
+        leased: the models whose bytes are leased to each recipient.
+        sizes: per part, how many of its bytes come from this sender, in the UPDATE or as chunks.
+        ends: where each part ends if those are laid end to end.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Announcement:
         streams, codec, phase = form
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
-        apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
-        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in apart]
-        self.apart = apart
+        streamed_models = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
+        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in streamed_models]
+        self.streamed_models = streamed_models
         if phase == COMMIT:
-            self._commit(epoch, parts)
+            self._prepare_commit(epoch, parts)
             return
-        self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
+        self.sizes = [slab.nbytes if m in streamed_models else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
-        # What is not there yet can only follow as chunks.
+        # Bytes that are not packed yet can only follow as chunks.
         eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
         announced, values, payload, packed = [], [], [], False
         for (model_id, (version, slab)), size in zip(parts.items(), self.sizes, strict=True):
@@ -85,13 +86,13 @@ class Announcement:
             if eager:
                 piece = slab.contents() if size else b""
                 crc = zlib.crc32(piece) if settings.checksum else None
-                if codec and size > ENCODED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
-                    piece, packed = fewer, True
+                if codec and size > ENCODED_ABOVE and (encoded := encode_piece(piece, codec, 1)) is not None:
+                    piece, packed = encoded, True
                 payload.append(piece)
             elif size and slab.base is not None:
                 base = slab.base[0]
             digest = slab.layout.digest
-            descriptor = None if model_id in apart else slab.descriptor
+            descriptor = None if model_id in streamed_models else slab.descriptor
             announced.append(
                 Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base, slab.source)
             )
@@ -104,8 +105,8 @@ class Announcement:
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
 
-    def _commit(self, epoch: Epoch, parts: Parts) -> None:
-        """It brings nothing: whoever it is for has staged these parts."""
+    def _prepare_commit(self, epoch: Epoch, parts: Parts) -> None:
+        """It brings no bytes, because its workers have staged these parts."""
         self.sizes = self.ends = [0] * len(parts)
         self.eager, self.castable, self.repeatable = True, True, False
         announced = [Part(m, version, slab.layout.digest, slab.nbytes) for m, (version, slab) in parts.items()]
@@ -113,18 +114,20 @@ class Announcement:
         self.payload, self.nbytes = [], 0
 
     def matches(self, after: int, parts: Parts, form: Form) -> bool:
-        """Whether this brings the very same versions and slabs, in the same form, to a worker that was sent the serial
-        ``after``."""
+        """Whether this brings the same versions and slabs in the same form, and is newer than ``after``, the last
+        serial that the worker was sent."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         return self.serial > after and self.key == key and self.form == form
 
 
 class Transfer:
-    """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
+    """One UPDATE that a worker has not staged yet: the parts, and how far their bytes have been sent.
 
-    ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
-    what is pushed to all subscribers. ``encodings``: how the bytes of each part travel, if they do so as fewer; None
-    where they travel as they are.
+    Attributes:
+        after_ping: the number of the last PING before it.
+        granted: for how many of the parts' bytes, laid end to end, the worker has given credit.
+        pushed: the same for bytes that are pushed to all subscribers.
+        encodings: per part, how its bytes are encoded; None: not at all. An empty list: no part is encoded.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
@@ -146,8 +149,8 @@ class Transfer:
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
-    def rewound(self, fetch: messages.Fetch | Pull) -> bool:
-        """Whether the worker fetches some of it once more; then it is sent from there again."""
+    def rewind(self, fetch: messages.Fetch | Pull) -> bool:
+        """If the worker has restarted its fetch, go back to where it starts. Returns whether it has."""
         if fetch.restart <= self.restart:
             return False
         self.restart, self.sent, self.granted = fetch.restart, min(fetch.start, self.total), 0
@@ -160,9 +163,9 @@ class Transfer:
             slab.release()
         self.parts, self._slabs, self.encodings = {}, [], []
 
-    def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
-        """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has
-        changed since those ``bases`` that are there."""
+    def set_encodings(self, codec: str, bases: Sequence[int], size: int) -> None:
+        """From now on, encode the parts' bytes in pieces of this size: by this codec (empty: none), and as what has
+        changed since the part's version in ``bases``, if the slab still has that one as its base."""
         found: list[Encoding | None] = []
         versions = bases or [0] * len(self.parts)
         for (_, slab), total, version in zip(self.parts.values(), self._sizes, versions, strict=True):
@@ -176,10 +179,10 @@ class Transfer:
             encoding.leave()
 
     def chunks(
-        self, epoch: Epoch, settings: Settings, wanted: deque[tuple[Encoding, int]] | None = None
+        self, epoch: Epoch, settings: Settings, to_encode: deque[tuple[Encoding, int]] | None = None
     ) -> Iterator[tuple[Chunk, Buffer]]:
-        """The next pieces, as far as the worker's credit reaches and the slabs are packed. They end at the first that
-        has still to be encoded; that and the following ones join ``wanted``."""
+        """The next chunks, as far as the worker's credit reaches and the slabs are packed. They end before the first
+        piece that is not encoded yet; that and the following ones are added to ``to_encode``."""
         if self.sent >= self.granted:
             return
         slabs = [slab for _, slab in self.parts.values()]
@@ -190,7 +193,7 @@ class Transfer:
                 if encoding is None:
                     stop = min(start + settings.chunk_bytes, size, self.granted - begin)
                 else:
-                    # To the end of the piece: whoever has part of one gets its rest as it is.
+                    # To the end of the piece. A worker that has part of one gets the rest unencoded.
                     stop = min(size, (start // encoding.size + 1) * encoding.size)
                 if stop > limit:
                     return
@@ -198,9 +201,9 @@ class Transfer:
                     first = start // encoding.size
                     encoded = encoding.pieces.get(first)
                     if encoded is None:
-                        assert wanted is not None
+                        assert to_encode is not None
                         whole = limit // encoding.size if limit < size else -(-size // encoding.size)
-                        wanted.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
+                        to_encode.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:
@@ -212,15 +215,15 @@ class Transfer:
 
 
 class Memory:
-    """Where the slabs of a worker come from, and what its process may open. This one opens nothing."""
+    """Where a worker's slabs come from, and which process's memory it may open. This one opens no memory."""
 
     def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
-        """The slab of a part with a descriptor, if it can be had at once; None: a transport is to fetch it. Raises what
-        the transport raises."""
+        """The slab of a part with a descriptor, if it is accessible at once; None: a transport must fetch it. Raises
+        what the transport raises."""
         return None
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
-        """A slab for the bytes of a part; ``adopts``: Parameters may get their memory in it."""
+        """A slab for the bytes of a part. ``adopts``: Parameters may be re-pointed into it."""
         return pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
@@ -228,16 +231,21 @@ class Memory:
 
 
 class IncomingUpdate:
-    """An announced update whose bytes are arriving, if they have not come with it.
+    """An announced update whose bytes are arriving, if they did not ride in the announcement.
 
-    It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
-    trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
-    transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
-    up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
-    it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
-    ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
-    ``source``: which of the trainer's processes it comes from. What comes from another one is an update of its own,
-    :meth:`share`, into the same slabs.
+    Attributes:
+        slabs: one per part, with a reference each, until :meth:`take`.
+        bases: the slabs of the versions that the trainer has named as bases, as far as this worker has them; also with
+            references.
+        fetching: the indices of the parts that a transport fetches by their descriptors.
+        received: how many of the parts' bytes, laid end to end, have come up to the first gap.
+        pushed: its bytes are pushed to all subscribers. Then those behind a gap are kept; else they are sent again.
+        after_gap: where the kept pieces behind a gap begin and end.
+        gap_requested_to: where the gap that it fetched last ends; 0: it has fetched none.
+        granted: up to where the trainer has credit.
+        restarts, fruitless_restarts: how often the rest was fetched again, in all and since bytes came last.
+        source: the number of the trainer's process that sends it. Bytes that another process sends are an update of
+            their own, by :meth:`make_share`, into the same slabs.
     """
 
     source = 0
@@ -264,8 +272,8 @@ class IncomingUpdate:
         self.total = self._ends[-1]
         self.received = 0
         self.pushed = False
-        self.beyond: list[tuple[int, int]] = []
-        self.filling = 0  # up to where the gap reaches that was fetched
+        self.after_gap: list[tuple[int, int]] = []
+        self.gap_requested_to = 0
         self.slabs: list[Slab] = []
         self.bases: list[Slab | None] = []
         self.fetching: set[int] = set()
@@ -282,18 +290,18 @@ class IncomingUpdate:
                 part = self.parts[i]
                 if not part.streamed:
                     continue
-                fewer = update.packed and len(frame) < part.streamed
-                self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
+                is_encoded = update.packed and len(frame) < part.streamed
+                self.write(i, 0, decode_piece(frame, part.streamed).data if is_encoded else frame, part.crc)
         except BaseException:
             self.release()
             raise
         self.granted = 0
         self.restarts = 0
-        self.fruitless = 0
+        self.fruitless_restarts = 0
         self.last_progress = now
 
-    def share(self, source: int, now: float) -> IncomingUpdate:
-        """What comes from that process: its parts of this version, in the order in which it has them."""
+    def make_share(self, source: int, now: float) -> IncomingUpdate:
+        """The update of the parts that this process sends, in the order in which it has them."""
         chosen = [i for i, p in enumerate(self.parts) if p.source == source and p.descriptor is None]
         slabs, layouts = [self.slabs[i] for i in chosen], [self.layouts[i] for i in chosen]
         parts = tuple([replace(self.parts[i], source=0) for i in chosen])
@@ -315,15 +323,16 @@ class IncomingUpdate:
         return self.streaming and now >= self.last_progress + patience
 
     def expects(self, part: int, offset: int, size: int) -> bool:
-        """Whether these bytes of a part are the next ones; False if they were there already, or something before them
-        is missing. Raises ProtocolError if the part has no such bytes."""
+        """Whether these bytes of a part are the next ones; False if they have come already, or bytes before them are
+        missing. Raises ProtocolError if the part has no such bytes."""
         if part >= len(self.parts) or offset + size > self.parts[part].streamed:
             raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
         return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
-        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
-        ProtocolError, with nothing written, as :meth:`expects`, and if its checksum is wrong."""
+        """Write a piece into its slab. False if it has come already, or bytes before it are missing and it cannot be
+        kept behind the gap. Raises ProtocolError, with nothing written, like :meth:`expects`, and if its checksum is
+        wrong."""
         expected = self.expects(part, offset, len(data))
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
@@ -331,36 +340,35 @@ class IncomingUpdate:
         stop = start + len(data)
         if not expected and not self.pushed:
             return False
-        # What is pushed and what fills a gap are cut at different places.
-        is_beyond = start > self.received
-        if stop <= self.received or (is_beyond and len(self.beyond) >= MAX_GAPS):
+        # Pushed pieces and those that fill a gap are cut at different places, so they may overlap.
+        is_after_gap = start > self.received
+        if stop <= self.received or (is_after_gap and len(self.after_gap) >= MAX_GAPS):
             return False
-        if is_beyond and any(begin < stop and start < end for begin, end in self.beyond):
+        if is_after_gap and any(begin < stop and start < end for begin, end in self.after_gap):
             return False
-        slab = self.slabs[part]
-        slab.write(offset, data)
-        if is_beyond:
-            self.beyond = sorted([*self.beyond, (start, stop)])
+        self.slabs[part].write(offset, data)
+        if is_after_gap:
+            self.after_gap = sorted([*self.after_gap, (start, stop)])
             return True
         self.received = stop
-        while self.beyond and self.beyond[0][0] <= self.received:
-            self.received = max(self.received, self.beyond.pop(0)[1])
+        while self.after_gap and self.after_gap[0][0] <= self.received:
+            self.received = max(self.received, self.after_gap.pop(0)[1])
         return True
 
     def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
-        """Keep the bases that the trainer has named, as far as they are here."""
+        """Keep the bases that the trainer has named, as far as this worker has them."""
         found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
         if any(found):
             self.bases = [None if slab is None else slab.retain() for slab in found]
 
     def base(self, part: int, offset: int, size: int) -> Bytes | None:
-        """These bytes of a part's base; None: it is not here, or not any more."""
+        """These bytes of a part's base; None: it is not here (any more)."""
         slab = self.bases[part] if self.bases else None
         return None if slab is None else slab.sent.numpy()[offset : offset + size]
 
     @property
     def base_versions(self) -> tuple[int, ...]:
-        """Of each part the version of its base, for FETCH; empty: there is none."""
+        """Per part, the version of its base, for FETCH; empty: there is none."""
         pairs = zip(self.parts, self.bases, strict=False)
         return tuple([0 if slab is None else part.base for part, slab in pairs])
 
@@ -371,7 +379,7 @@ class IncomingUpdate:
                 slab.release()
 
     def take(self) -> list[Slab]:
-        """Hand over the filled slabs."""
+        """Hand over the filled slabs, with their references."""
         if self.bases:
             self.forget_bases()
         slabs, self.slabs = self.slabs, []
@@ -383,7 +391,7 @@ class IncomingUpdate:
 
 
 class ShareSlab(Slab):
-    """In the coordinator, a slab whose bytes another process has; ``source`` is its number, from 1 on."""
+    """In the coordinator, a slab whose bytes another process has; ``source`` is that process's number, from 1 on."""
 
     def __init__(self, layout: Layout, source: int, descriptor: bytes | None = None) -> None:
         super().__init__(layout, torch.empty(0, dtype=torch.uint8))
@@ -395,7 +403,7 @@ class ShareSlab(Slab):
         return 0
 
     def follow(self, version: int, slab: Slab) -> None:
-        """Nothing can be computed here of what has changed."""
+        """Keep no base: the coordinator has no bytes to compare."""
 
 
 class Sharer:
@@ -403,10 +411,10 @@ class Sharer:
 
         sharer.offer(version, slabs)            # before the coordinator publishes the version
         sharer.receive(route, instruction)
-        sharer.retire(version, model_id)        # the coordinator says that nobody will request it any more
+        sharer.retire(version, model_id)        # the coordinator says that no worker will request it any more
         while sharer.outbox: send(*sharer.outbox.popleft())
 
-    ``epoch`` is the coordinator's, which may go past it before it has sent anything.
+    ``epoch`` is the coordinator's. The shell sets it anew if the coordinator raises its own before it announces.
     """
 
     def __init__(self, epoch: Epoch, settings: Settings | None = None) -> None:
@@ -428,12 +436,12 @@ class Sharer:
             slab.release()
 
     def disconnected(self, route: bytes) -> None:
-        """A connection is gone, or its worker wants something else."""
+        """A connection is gone, or its worker requests something else."""
         if (transfer := self.transfers.pop(route, None)) is not None:
             transfer.release()
 
     def receive(self, route: bytes, pull: Instruction) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is of another epoch, or no PULL."""
+        """Handle one message. Raises ProtocolError, with nothing changed, if it is of another epoch, or no PULL."""
         if not isinstance(pull, Pull):
             raise ProtocolError(f"{type(pull).__name__} to a process that only serves shares")
         if pull.epoch != self.epoch:
@@ -449,7 +457,7 @@ class Sharer:
             announcement = Announcement(pull.version, found, self.epoch, streamed, (False, "", APPLY))
             transfer = self.transfers[route] = Transfer(announcement, found, 0)
             transfer.restart = -1  # it begins where the worker is
-        transfer.rewound(pull)
+        transfer.rewind(pull)
         transfer.granted = max(transfer.granted, min(pull.upto, transfer.total))
         chunks = transfer.chunks(self.epoch, self.settings)
         self.outbox.extend((route, chunk, [piece]) for chunk, piece in chunks)

@@ -9,8 +9,8 @@ Usage by a shell that owns the socket, the gate and time::
     worker.tick(now)                                     # every quarter of a second or so
     while worker.outbox: send(worker.outbox.popleft())
 
-An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
-a higher epoch replaces everything that was under way, a lower one is ignored.
+A worker stages and checks an update whole before any of it touches a model. Within an epoch a version never goes back.
+A higher epoch replaces everything that was under way; the worker ignores a lower one.
 """
 
 from __future__ import annotations
@@ -34,59 +34,52 @@ from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Chunk, Epoch, Fetch, Instruction, Part, Pull, Verify
 
 FRUITLESS_RESTARTS = 3
-PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
+PUSH_PATIENCE = 2.0  # seconds; the workers that set the pace of a push may have stopped
 
 
 class FastPath(Protocol):
-    """Applies each AGAIN in few steps, as long as nothing else happens; see :mod:`asyncsync.bus.steady`."""
+    """Applies each AGAIN in few steps, until something else happens; see :mod:`asyncsync.bus.steady`."""
 
     def take(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
     def end(self) -> None: ...
 
 
 class Relaying:
-    """Passes on to other workers what comes to one, while it comes. To keep an update's slabs takes references. This
-    one passes on nothing."""
+    """Hooks for a relay, which passes on to other workers what its own worker receives. These do nothing.
 
-    def adopted(self, epoch: Epoch) -> None:
-        """A new trainer's epoch has begun, from which nothing has come yet."""
+    When an epoch begins, nothing of it has come yet. An update that has begun may be complete already. One that has
+    ended is complete, or never will be. One that is committed was staged before, and is applied now. A hook that keeps
+    slabs takes references of its own. ``message_received`` comes after the worker has handled the message.
+    """
 
-    def heard(self, upstream: Worker, message: Instruction, now: float) -> None:
-        """The trainer has said this, and the worker's half has taken it in."""
-
-    def begun(self, update: IncomingUpdate) -> None:
-        """An update has been announced; small ones are complete already."""
-
-    def written(self, update: IncomingUpdate) -> None:
-        """More of it is here."""
-
-    def committed(self, held: Staging, now: float) -> None:
-        """What was staged is to be applied."""
-
-    def ended(self, update: IncomingUpdate) -> None:
-        """It is complete, or it will never be."""
+    def epoch_began(self, epoch: Epoch) -> None: ...
+    def message_received(self, upstream: Worker, message: Instruction, now: float) -> None: ...
+    def update_began(self, update: IncomingUpdate) -> None: ...
+    def bytes_arrived(self, update: IncomingUpdate) -> None: ...
+    def update_ended(self, update: IncomingUpdate) -> None: ...
+    def update_committed(self, held: Staging, now: float) -> None: ...
 
 
 class Worker:
     """The worker's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
-        incoming: the update whose bytes are missing; ``shares``: what of it comes from other processes of the
-            trainer's, by their numbers. What is for them is in ``to_sources``.
-        staged: what should go through the gate, oldest first.
-        held: what is as ready as that, and waits for COMMIT.
-        taken: what the user's code has taken.
-        takes: whether updates wait for :meth:`take`; the trainer knows, as what is taken may be kept for long.
-        fetches: ``(serial, index, part, slab)`` of the parts that a transport is to bring; each ends in
-            :meth:`fetched`.
+        incoming: the update whose bytes are still coming.
+        shares: the parts of it that other processes of the trainer's send, by their numbers.
+        pulls: ``(number, PULL)`` to send to those processes.
+        staged: the updates that wait for the gate, oldest first.
+        held: a staged update that waits for COMMIT.
+        taken: the update that the user's code has taken.
+        takes: whether updates wait for :meth:`take`. HELLO tells the trainer, because code may keep one for long.
+        fetches: ``(serial, index, part, slab)`` of each part that a transport must bring; :meth:`fetched` ends it.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
-        base: serial and one part of the update that AGAIN builds on.
-        failure: the report of the last update that failed, until what is newer is applied.
-        relayed: counts the reports of a relay's workers.
+        base: serial and only part of the update that the next AGAIN refers to; None: none can follow.
+        failure: the report of the last update that failed, until the models hold those versions or newer ones.
+        reports_sent: in a relay, how many reports of its workers it has sent.
         targets: the version that each model should have, as far as this worker knows.
-        asked: what the trainer wants to know of a model; :meth:`answer` follows.
-        leaving: whether further updates are ignored.
-        fast_path: applies what is as always; whatever else happens here ends it.
+        open_question: the trainer's question about a model that still needs :meth:`answer`.
+        leaving: whether the worker ignores further updates.
+        fast_path: applies AGAIN in few steps; any other event ends it.
     """
 
     def __init__(
@@ -110,7 +103,7 @@ class Worker:
         self.holdings = Holdings()
         self.incoming: IncomingUpdate | None = None
         self.shares: dict[int, IncomingUpdate] = {}
-        self.to_sources: deque[tuple[int, Pull]] = deque()
+        self.pulls: deque[tuple[int, Pull]] = deque()
         self.staged = StagedUpdates()
         self.held: Staging | None = None
         self.taken: Taken | None = None
@@ -120,46 +113,46 @@ class Worker:
         self.serial = 0
         self.base: tuple[int, Part] | None = None
         self.failure: messages.Failed | None = None
-        self.relayed = 0
+        self.reports_sent = 0
         self.targets: dict[str, int] = {}
         self.last_seen: float | None = None
-        self.asked: Verify | None = None
+        self.open_question: Verify | None = None
         self._answer: tuple[Verify, int, Sequence[bytes], str] | None = None
-        self._questions = 0
+        self._last_question = 0
         self.leaving = False
         self.fast_path: FastPath | None = None
 
     # -- what the worker does ------------------------------------------------------------------------------------------
 
     def register(self, model_id: str, binding: Binding, now: float) -> None:
-        """Take part in the updates of one more model, or of another one under its name, of which nothing may be staged.
-        It has nothing yet."""
+        """Take part in the updates of one more model, or of another model under a known name, for which nothing may be
+        staged. The model holds no version yet."""
         self.end_fast_path()
         self.holdings.forget(model_id)
         self.models[model_id] = binding
         self._hello(now)
 
     def unregister(self, model_id: str, now: float) -> None:
-        """Take part in the updates of one model less. What the gate has begun with still goes there."""
+        """Take part in the updates of one model less. An update that the gate has begun with still reaches it."""
         self.end_fast_path()
         del self.models[model_id]
         self.staged.leave_out(model_id)
         if self.held is not None and model_id in self.held.parts:
-            self._let_go()  # its trainer sends what is left of it again
+            self._abandon_held()  # the trainer stages it again for the other models
         self.session.forget(model_id)
-        self.failure = None  # what has failed together with others comes again to these
+        self.failure = None  # the other models' parts of a failed update come again
         self._hello(now)
 
     def restore(self, epoch: messages.Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
-        """A relay begins with these versions, as if they had come. Takes over a reference to each slab."""
+        """In a relay: begin with these versions, as if they had come. Takes over a reference to each slab."""
         self.session.epoch = epoch
-        self.holdings.adopt(epoch)
+        self.holdings.adopt_epoch(epoch)
         for model_id, (version, slab) in kept.items():
             self.models[model_id] = Binding(None, WeightStrategy())
-            self.holdings.held[model_id] = (epoch, version, slab)
+            self.holdings.updates[model_id] = (epoch, version, slab)
 
     def check_again(self, model_id: str, now: float) -> None:
-        """If the trainer's layout has not fitted this model, and does by now, let the trainer show it once more."""
+        """If this model has refused the trainer's layout, and it fits by now, have the trainer show it again."""
         if self.session.fits_by_now(model_id):
             self.end_fast_path()
             self._hello(now)
@@ -177,131 +170,131 @@ class Worker:
             return
         if staging in self.staged:
             self.staged.remove(staging)
-        self.holdings.applied(staging)
+        self.holdings.note_applied(staging)
         self._report_applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised; see :meth:`Holdings.failed`."""
+        """Applying has raised this error; see :meth:`Holdings.note_failed`."""
         if staging.abandoned:
             return
         if staging in self.staged:
             self.staged.remove(staging)
         versions = staging.versions
-        self.holdings.failed(staging)
+        self.holdings.note_failed(staging)
         staging.release()
         if staging.epoch == self.session.epoch:
             self._report_failed(staging.serial, versions, error)
 
     def has(self, model_id: str, version: int | None = None) -> bool:
-        ready = self._ready(model_id)
+        ready = self._newest_staged(model_id)
         return (ready > 0 and version in (None, ready)) or version == self.holdings.version(model_id) != 0
 
     def take(self, model_id: str, version: int | None = None) -> Taken:
-        """Take the newest update of this model that is staged, or exactly this version, which may be applied already.
-        It is here: :meth:`has`. Raises RuntimeError: one is taken already."""
+        """Take the newest staged update of this model, or exactly this version, which may be applied already. The
+        caller has checked by :meth:`has` that it is here. Raises RuntimeError if one is taken already."""
         if self.taken is not None:
             raise RuntimeError("one version is taken already: leave its block before you take another one")
         self.end_fast_path()
         if version is not None and version == self.holdings.version(model_id):
-            slab = self.holdings.held[model_id][2].retain()
-            again = Staging(self.holdings.held[model_id][0], 0, {model_id: StagedPart(version, slab, None)})
+            epoch, _, slab = self.holdings.updates[model_id]
+            again = Staging(epoch, 0, {model_id: StagedPart(version, slab.retain(), None)})
             self.taken = Taken(again, {}, is_applied=True)
         else:
             staging = self.staged.take(model_id)
-            held = {m: self.holdings.held[m] for m in staging.parts if m in self.holdings.held}
-            self.taken = Taken(staging, {m: (epoch, v, slab.retain()) for m, (epoch, v, slab) in held.items()})
+            before = {m: self.holdings.updates[m] for m in staging.parts if m in self.holdings.updates}
+            self.taken = Taken(staging, {m: (epoch, v, slab.retain()) for m, (epoch, v, slab) in before.items()})
         return self.taken
 
-    def _ready(self, model_id: str) -> int:
+    def _newest_staged(self, model_id: str) -> int:
         newest = self.staged.newest(model_id)
         return 0 if newest is None else newest.parts[model_id].version
 
-    def cannot_take(self, model_id: str, version: int | None = None) -> Exception | None:
-        """Why what is not here to be taken will not come: it was replaced, or could not be staged; None: it may."""
+    def why_not_taken(self, model_id: str, version: int | None = None) -> Exception | None:
+        """Why an update that is not here to take never will be: it was replaced, or failed; None: it may come."""
         failed, error, where = self.holdings.error.get(model_id, (0, None, None))
         target = self.targets.get(model_id, 0)
         if error is not None and failed == (version or target):
-            return error.with_traceback(where)  # without the frames of those that it has been raised to before
-        there = max(self._ready(model_id), self.holdings.version(model_id))
+            return error.with_traceback(where)  # without the frames of callers that it was raised to before
+        there = max(self._newest_staged(model_id), self.holdings.version(model_id))
         coming = () if self.incoming is None else [part.version for part in self.incoming.parts]
         if version is None or version >= max(there, target) or (version > there and version in coming):
             return None
         newest = max(there, target)
-        return Superseded(f"version {version} of {model_id!r} was replaced: there is version {newest}", newest)
+        return Superseded(f"version {version} of {model_id!r} was replaced by version {newest}", newest)
 
     def give_back(self, taken: Taken, error: BaseException | None = None, *, unused: bool = False) -> bool:
-        """The user's code is done with it: it has applied it, or could not, and may take it again; ``unused``: it did
-        not try. Returns whether its trainer is still the one that counts."""
+        """The user's code has applied what it took; or it failed with ``error``, or did not try (``unused``), and may
+        take it again. Returns whether the update's trainer is still the current one."""
         assert taken is self.taken
         self.taken, staging = None, taken.staging
-        counts = staging.epoch == self.session.epoch
+        is_current = staging.epoch == self.session.epoch
         if self.leaving or taken.is_applied:
             taken.release()
         elif error is None and not unused:
-            taken.leave_previous()
-            self.holdings.applied(staging)
+            taken.release_previous()
+            self.holdings.note_applied(staging)
             self._report_applied(staging)
-        elif counts:
-            taken.leave_previous()
+        elif is_current:
+            taken.release_previous()
             if error is not None and not unused:
                 self._report_failed(staging.serial, staging.versions, error)
-            self.staged.line_up(staging, again=True)
+            self.staged.enqueue(staging, again=True)
         else:
             taken.release()
-        return counts
+        return is_current
 
     def answer(self, question: Verify, version: int, digests: Sequence[bytes], problem: str = "") -> None:
-        """What a model holds: a digest of each tensor, in the order of the layout of this version, or why there is
-        nothing to compare. Of no use once another question has come."""
-        if self.asked is not None and self.asked.number == question.number:
-            self.asked, self._answer = None, (question, version, digests, problem)
-            self._show_digests(question.start)
+        """Answer with a digest of each tensor that the model holds, in the order of this version's layout, or with why
+        there is nothing to compare. Does nothing once another question has come."""
+        if self.open_question is not None and self.open_question.number == question.number:
+            self.open_question, self._answer = None, (question, version, digests, problem)
+            self._send_digests(question.start)
 
     def leave(self) -> None:
         self.end_fast_path()
-        self._drop()
+        self._drop_incoming()
         self.leaving = True
 
     def bye(self, message: str, *, reads: bool = False) -> None:
-        """Leave. ``reads``: some leased slabs are in use all the same, until this process ends."""
-        self._drop()
-        self.session.bye(message, reads=reads)
+        """Leave. ``reads``: some leased slabs stay in use until this process ends."""
+        self._drop_incoming()
+        self.session.send_bye(message, reads=reads)
 
     def close(self) -> None:
         self.end_fast_path()
-        self._drop()
-        self._let_go()
+        self._drop_incoming()
+        self._abandon_held()
         self.staged.abandon()
         self.staged.clear()
         self.holdings.close()
         self.pool.close()
 
-    def settled(self, model_id: str) -> bool:
-        """True if the trainer serves this model, and this worker has applied, or may take, what there is."""
+    def is_connected(self, model_id: str) -> bool:
+        """True if the trainer serves this model, and this worker has applied, or may take, what weights there are."""
         session = self.session
         if not session.welcomed or model_id not in session.served:
             return False
         return self.takes or not session.served[model_id] or self.holdings.version(model_id) > 0
 
     def tick(self, now: float) -> None:
-        """Repeat what has got no answer."""
+        """Repeat HELLO, FETCH and PULL if they got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
         if self.session.is_hello_due(now):
             self._hello(now)
         self.holdings.check_forked()
-        self._refetch(now)
+        self._restart_stalled(now)
 
     def _hello(self, now: float) -> None:
-        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
+        # With this HELLO the trainer releases what is under way, so those bytes may change.
         if self.session.online:
-            self._drop()
-            self.session.hello(self.holdings.versions, self.serial, now, takes=self.takes)
+            self._drop_incoming()
+            self.session.send_hello(self.holdings.versions, self.serial, now, takes=self.takes)
 
     # -- what comes from the trainer -----------------------------------------------------------------------------------
 
     def receive(self, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
+        """Handle one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
         another epoch, or not for a worker."""
         if self.fast_path is not None:
             self.end_fast_path()
@@ -315,16 +308,16 @@ class Worker:
         elif isinstance(instruction, messages.Welcome):
             before = session.epoch
             try:
-                session.welcome(instruction, payload)
+                session.receive_welcome(instruction, payload)
             finally:
                 if session.epoch != before:
-                    self._adopt()
+                    self._adopt_epoch()
             if self.session.role != "worker" and (new := session.served.keys() - self.models.keys()):
                 self.models.update({model_id: Binding(None, WeightStrategy()) for model_id in sorted(new)})
                 self._hello(now)
         elif isinstance(instruction, messages.Bye):
-            session.ends(instruction, now)
-            self._drop()
+            session.receive_bye(instruction, now)
+            self._drop_incoming()
         elif epoch != session.epoch:
             if session.epoch is not None and epoch > session.epoch and session.welcomed:
                 self._hello(now)  # its WELCOME was lost
@@ -338,50 +331,50 @@ class Worker:
         elif isinstance(instruction, messages.Drop):
             self._on_drop(instruction)
         elif isinstance(instruction, messages.Ping):
-            self._pong(instruction)
+            self._send_pong(instruction)
         elif isinstance(instruction, Verify):
             self._on_verify(instruction)
         elif isinstance(instruction, messages.Pong):
-            if session.pong(instruction):
+            if session.receive_pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
         elif not isinstance(instruction, messages.Recount) or self.session.role != "relay":
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
-        self._relaying.heard(self, instruction, now)
+        self._relaying.message_received(self, instruction, now)
         self.last_seen = now
 
     def _on_verify(self, question: Verify) -> None:
         if question.nonce != self.session.nonce:
-            return  # it is for a worker behind this relay
+            return  # this relay passes it on to one of its workers
         if self._answer is not None and self._answer[0].number == question.number:
-            self._show_digests(question.start)
-        elif question.number > self._questions:  # an older one may come late
-            self._questions, self.asked, self._answer = question.number, question, None
+            self._send_digests(question.start)
+        elif question.number > self._last_question:  # an older one may come late
+            self._last_question, self.open_question, self._answer = question.number, question, None
 
-    def _show_digests(self, start: int) -> None:
+    def _send_digests(self, start: int) -> None:
         assert self._answer is not None
         question, version, digests, problem = self._answer
         page = b"".join(digests[start : start + self.settings.page_digests])
         asked = question.epoch, question.number, question.worker, question.nonce
         self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[: messages.MAX_TEXT]))
 
-    def _adopt(self) -> None:
-        """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
-        self._drop()
-        self._let_go()
+    def _adopt_epoch(self) -> None:
+        """Forget what came from the previous trainer. The models keep what they hold."""
+        self._drop_incoming()
+        self._abandon_held()
         self.staged.abandon()
-        self.holdings.adopt(self.session.epoch)
-        self.serial, self.failure = 0, None  # it counts its updates afresh
+        self.holdings.adopt_epoch(self.session.epoch)
+        self.serial, self.failure = 0, None  # the new trainer's serials start again
         self.targets = {}
-        self.asked, self._answer, self._questions = None, None, 0
+        self.open_question, self._answer, self._last_question = None, None, 0
         assert self.session.epoch is not None
-        self._relaying.adopted(self.session.epoch)
+        self._relaying.epoch_began(self.session.epoch)
 
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
     ) -> None:
-        """``pushed``: what it lacks goes to all subscribers."""
+        """``pushed``: its bytes are pushed to all subscribers."""
         if update.serial <= self.serial:
-            return  # a duplicate, or overtaken by a newer one
+            return  # a duplicate, or older than one that has come
         if self.leaving:
             self.serial = update.serial
             return
@@ -398,15 +391,15 @@ class Worker:
             incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
         except ProtocolError:
             raise
-        except Exception as error:  # no memory, or no access to the trainer's: the trainer learns of it
+        except Exception as error:  # e.g. out of memory, or no access to the trainer's memory
             self.serial = update.serial
-            self._fail(update.serial, update.parts, error)
+            self._report_parts_failed(update.serial, update.parts, error)
             return
         if update.eager:
             self.bytes_received += incoming.total if incoming.fetching else sum(part.nbytes for part in update.parts)
-        self._drop()
+        self._drop_incoming()
         if self.held is not None and update.parts[0].version > max(self.held.versions.values()):
-            self._let_go()
+            self._abandon_held()
         self.serial = update.serial
         self.base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
         for part in update.parts if update.phase != messages.STAGE else ():
@@ -414,11 +407,11 @@ class Worker:
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
         self.incoming = incoming
         self.shares = {
-            source: incoming.share(source, now)
+            source: incoming.make_share(source, now)
             for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
         }
         incoming.pushed = pushed
-        self._relaying.begun(incoming)
+        self._relaying.update_began(incoming)
         for index in sorted(incoming.fetching):
             slab = incoming.slabs[index]
             self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
@@ -431,36 +424,36 @@ class Worker:
                 self._grant_credit(share)
 
     def _on_commit(self, commit: messages.Update, now: float) -> None:
-        """Apply what is held. A worker that does not hold just this has missed something, as PONG will show."""
+        """Apply what is held. If the worker does not hold exactly this, it has missed a message, as PONG will show."""
         held, versions = self.held, {self.session.local(part.model_id): part.version for part in commit.parts}
-        self._drop()
+        self._drop_incoming()
         self.serial, self.base = commit.serial, None
         for model_id, version in versions.items():
             self.targets[model_id] = max(version, self.targets.get(model_id, 0))
         if held is not None and held.versions == versions:
             self.held, held.serial = None, commit.serial
-            self._relaying.committed(held, now)
-            self.line_up(held)
+            self._relaying.update_committed(held, now)
+            self.enqueue(held)
         elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
             self._report_versions()
 
     def _on_drop(self, drop: messages.Drop) -> None:
         if self.held is not None and drop.version in self.held.versions.values():
-            self._let_go()
+            self._abandon_held()
         if (
             self.incoming is not None
             and self.incoming.phase == messages.STAGE
             and drop.version == self.incoming.parts[0].version
         ):
-            self._drop()
+            self._drop_incoming()
 
-    def _let_go(self) -> None:
+    def _abandon_held(self) -> None:
         held, self.held = self.held, None
         if held is not None:
             held.abandon()
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
-        """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.membership`."""
+        """Handle a message to many workers at once; to which ones, see :mod:`asyncsync.protocol.membership`."""
         mine, excluded = self.session.nonce[-messages.NONCE_END :], cast.excluded
         if cast.since != self.serial:
             return
@@ -476,7 +469,7 @@ class Worker:
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.serial:
-            if self.steady(again.serial) is not None:  # an interrupt came between applying and reporting it
+            if self.steady(again.serial) is not None:  # an interrupt struck between applying and reporting it
                 self.session.send(messages.Applied.at_once(again.epoch, again.serial))
             return
         if self.base is None or self.base[0] != again.since or self.serial != again.since:
@@ -489,18 +482,18 @@ class Worker:
 
     # -- the bytes of an update ----------------------------------------------------------------------------------------
 
-    def _drop(self) -> None:
+    def _drop_incoming(self) -> None:
         update, self.incoming = self.incoming, None
         if update is not None:
-            self._relaying.ended(update)
+            self._relaying.update_ended(update)
             for share in self.shares.values():
                 share.release()
             self.shares = {}
             update.release()
 
     def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
-        """Take in one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if
-        it is malformed, of another epoch, or neither CHUNK nor DROP."""
+        """Handle one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if it
+        is malformed, of another epoch, or neither CHUNK nor DROP."""
         if not isinstance(instruction, Chunk | messages.Drop):
             raise ProtocolError(f"{type(instruction).__name__} from a process that only serves shares")
         if instruction.epoch != self.session.epoch:
@@ -510,9 +503,9 @@ class Worker:
             return
         if isinstance(instruction, messages.Drop):
             if instruction.version == share.serial:
-                self._drop()  # there is a newer one, which has still to be announced
+                self._drop_incoming()  # that process has retired the version; the trainer will announce a newer one
         elif instruction.serial == share.serial:
-            self._put(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
+            self._write(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
 
     def _on_chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
         update = self.incoming
@@ -521,7 +514,7 @@ class Worker:
         if chunk.size:
             self._decode(update, chunk, payload[0] if payload else b"", now)
         else:
-            self._put(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
+            self._write(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
 
     def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
         if not update.expects(chunk.part, chunk.offset, chunk.size):
@@ -530,77 +523,77 @@ class Worker:
         if chunk.base is not None:
             base = update.base(chunk.part, chunk.offset, chunk.size)
             if base is None:
-                return  # it was sent before the trainer knew that this base does not fit
+                return  # the trainer sent it before it learnt that this base does not fit
             if zlib.adler32(base.data) != chunk.base:
-                self._fetch_whole(update, now)
+                self._fetch_without_bases(update, now)
                 return
         data = decode_onto(frame, chunk.size, base)
         if zlib.crc32(data) == chunk.crc:
-            self._put(update, chunk.part, chunk.offset, data, None, len(frame), now)
+            self._write(update, chunk.part, chunk.offset, data, None, len(frame), now)
         elif base is not None:
-            self._fetch_whole(update, now)
+            self._fetch_without_bases(update, now)
         else:
             raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
 
-    def _fetch_whole(self, update: IncomingUpdate, now: float) -> None:
-        """This worker's base is not what the trainer takes it for: somebody has written into it."""
+    def _fetch_without_bases(self, update: IncomingUpdate, now: float) -> None:
+        """Fetch the rest without bases, because some code has written into this worker's base."""
         update.forget_bases()
         update.restarts += 1
         update.last_progress = now
         self._grant_credit(update)
 
-    def _put(
+    def _write(
         self, update: IncomingUpdate, part: int, offset: int, data: Buffer, crc: int | None, travelled: int, now: float
     ) -> None:
         try:
             if update.write(part, offset, data, crc):
                 update.last_progress = now
-                update.fruitless = 0
+                update.fruitless_restarts = 0
                 self.bytes_received += travelled
-                self._relaying.written(update)
+                self._relaying.bytes_arrived(update)
         except MemoryError as error:
-            self._give_up(error)
+            self._fail_incoming(error)
             return
         if self._stage_if_complete():
             return
-        if update.beyond and update.filling < update.beyond[0][0]:
-            # Some of what is pushed has been lost: fetch just that.
+        if update.after_gap and update.gap_requested_to < update.after_gap[0][0]:
+            # The gap was pushed, and got lost: fetch just that.
             update.restarts += 1
-            update.filling = update.beyond[0][0]
+            update.gap_requested_to = update.after_gap[0][0]
             restart = update.restarts, update.received
-            self.session.send(Fetch(update.epoch, update.serial, *restart, update.filling, update.granted))
+            self.session.send(Fetch(update.epoch, update.serial, *restart, update.gap_requested_to, update.granted))
         if update.granted == update.total:
             return
         if update.granted - update.received <= self.settings.window_bytes // 2:
             self._grant_credit(update)
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
-        """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
+        """A transport has brought one part of :attr:`fetches`, or failed to. Releases the entry's reference."""
         update = self.incoming
-        # Serial numbers begin again with every trainer; a slab is one part of one update.
+        # Compare slabs, because serials start again with every trainer.
         wanted = update is not None and any(slab is one for one in update.slabs)
         slab.release()
         if update is None or not wanted:
             return
         if error is not None:
-            self._give_up(error)
+            self._fail_incoming(error)
             return
         update.fetching.discard(index)
         update.last_progress = now
         self._stage_if_complete()
 
-    def _refetch(self, now: float) -> None:
+    def _restart_stalled(self, now: float) -> None:
         patience = self.settings.retry_interval
         for update in () if self.incoming is None else (self.incoming, *self.shares.values()):
             if not update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
                 continue
             update.restarts += 1
             update.pushed = False
-            update.fruitless += 1
+            update.fruitless_restarts += 1
             update.last_progress = now
-            if update.fruitless > FRUITLESS_RESTARTS:
-                # The trainer does not know this update any more; PONG will show it that nothing is under way.
-                self._drop()
+            if update.fruitless_restarts > FRUITLESS_RESTARTS:
+                # The trainer no longer knows this update. PONG will show it that nothing is under way.
+                self._drop_incoming()
                 return
             self._grant_credit(update)
 
@@ -609,19 +602,19 @@ class Worker:
         if update.source:
             models = tuple([part.model_id for part in update.parts])
             asked = Pull(update.epoch, update.serial, models, update.restarts, update.received, update.granted)
-            self.to_sources.append((update.source, asked))
+            self.pulls.append((update.source, asked))
             return
         upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
-        bases = update.base_versions if update.bases else ()
-        self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
+        rest = update.received, upto, pushed, update.base_versions
+        self.session.send(Fetch(update.epoch, update.serial, update.restarts, *rest))
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_incoming(self, error: Exception) -> None:
         update = self.incoming
         assert update is not None
-        self._drop()
-        self._fail(update.serial, update.parts, error)
+        self._drop_incoming()
+        self._report_parts_failed(update.serial, update.parts, error)
 
-    def _ready_versions(self) -> dict[str, int]:
+    def _staged_versions(self) -> dict[str, int]:
         ready = self.staged if self.taken is None else [self.taken.staging, *self.staged]
         return {m: version for one in ready if one.epoch == self.session.epoch for m, version in one.versions.items()}
 
@@ -638,22 +631,22 @@ class Worker:
     def _base(self, part: Part, layout: Layout) -> Slab | None:
         model_id = self.session.local(part.model_id)
         slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
-        # What the trainer has leased to this worker it may write again; a relay's own slots are leased to others.
+        # The trainer may overwrite a slab that it has leased to this worker, but not a relay's own slots.
         leased = any(slab is one for one in self.holdings.leased.values())
         return None if slab is None or leased or slab.layout.digest != layout.digest else slab
 
     def _stage_if_complete(self) -> bool:
-        """Once all bytes are here: convert, check, and wait for the gate, or for COMMIT."""
+        """If all bytes are here, convert and check them, then queue them for the gate, or hold them for COMMIT."""
         update = self.incoming
         if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
             return False
         for share in self.shares.values():
             share.release()
         self.incoming, self.shares = None, {}
-        self._relaying.ended(update)
+        self._relaying.update_ended(update)
         holdings = self.holdings
         ready: dict[str, StagedPart] = {}
-        waiting, slabs = self._ready_versions(), update.take()
+        waiting, slabs = self._staged_versions(), update.take()
         try:
             for part, slab in zip(update.parts, slabs, strict=True):
                 model_id = self.session.local(part.model_id)
@@ -661,40 +654,41 @@ class Worker:
                     prepared = self.models[model_id].prepare(slab)
                     metadata = update.metadata
                     ready[model_id] = StagedPart(part.version, slab.retain(), prepared, part.origin, metadata)
-        except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
+        except Exception as error:  # a strategy's convert is the user's code: report its failure to the trainer
             for one in ready.values():
                 one.slab.release()
-            self._fail(update.serial, update.parts, error)
+            self._report_parts_failed(update.serial, update.parts, error)
             return True
         finally:
             for slab in slabs:
                 slab.release()
         if ready and update.phase == messages.STAGE:
-            self._let_go()
+            self._abandon_held()
             self.held = Staging(update.epoch, update.serial, ready)
             self._report_staged(self.held)
         elif ready:
-            self.line_up(Staging(update.epoch, update.serial, ready))
+            self.enqueue(Staging(update.epoch, update.serial, ready))
         else:
             self._report_staged(update)
             self._report_versions()
         return True
 
-    def line_up(self, staging: Staging) -> None:
-        """Have this go through the gate, after what is staged already."""
-        self.staged.line_up(staging)
+    def enqueue(self, staging: Staging) -> None:
+        """Queue this update for the gate, behind those that are staged already."""
+        self.staged.enqueue(staging)
         self._report_staged(staging)
 
     def _report_staged(self, update: Staging | IncomingUpdate) -> None:
-        self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
+        self.session.send(messages.Staged(update.epoch, update.serial, *self._lease_report()))
 
-    def _fail(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
+    def _report_parts_failed(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
         self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _in_use(self) -> tuple[int, messages.InUse]:
-        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.targets`."""
+    def _lease_report(self) -> tuple[int, messages.InUse]:
+        """The serial of the last update, and which leased slabs of all updates up to it are in use; see
+        :mod:`asyncsync.protocol.targets`."""
         holdings = self.holdings
         holdings.is_report_due = False
         if holdings.leased:
@@ -702,18 +696,19 @@ class Worker:
         return self.serial, tuple(holdings.leased)
 
     def flush(self) -> None:
-        """Before sending: report slabs that nothing else has reported."""
+        """Before sending: report released slabs that no other message has reported."""
         session, holdings = self.session, self.holdings
         if holdings.is_report_due and session.epoch is not None and session.ended is None:
             before = len(holdings.leased)
-            serial, in_use = self._in_use()
+            serial, in_use = self._lease_report()
             if len(holdings.leased) < before:
                 session.send(messages.Released(session.epoch, session.nonce, serial, in_use))
 
     def _report_versions(self) -> None:
         session = self.session
         assert session.epoch is not None
-        session.send(messages.Applied(session.epoch, session.named(self.holdings.versions), *self._in_use()))
+        versions = session.to_trainer_names(self.holdings.versions)
+        session.send(messages.Applied(session.epoch, versions, *self._lease_report()))
 
     def _report_applied(self, staging: Staging) -> None:
         session, holdings = self.session, self.holdings
@@ -725,14 +720,14 @@ class Worker:
         outbox = session.outbox
         at_once = bool(outbox) and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial
         if at_once:
-            outbox.pop()  # APPLIED reports it, too
-        serial, in_use = self._in_use()
-        # Of an update of several parts, some may have been left out here, which the short form cannot say.
+            outbox.pop()  # APPLIED says that, too
+        serial, in_use = self._lease_report()
+        # The short form speaks for one part. Of several parts, this worker may have left some out.
         is_whole = self.base is not None and self.base[0] == staging.serial
         if at_once and is_whole and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
         else:
-            session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
+            session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 
     def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         session = self.session
@@ -745,43 +740,43 @@ class Worker:
         self.failure = messages.Failed(
             session.epoch,
             serial,
-            session.named(versions),
+            session.to_trainer_names(versions),
             isinstance(error, SchemaMismatch),
             name,
             str(error)[: messages.MAX_TEXT],
             text,
-            *self._in_use(),
+            *self._lease_report(),
         )
         session.send(self.failure)
 
-    def _pong(self, ping: messages.Ping) -> None:
-        # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
+    def _send_pong(self, ping: messages.Ping) -> None:
+        # An UPDATE that was sent before this PING and is not here counts as lost, so that its leases can end.
         self.serial = max(self.serial, ping.serial)
         session = self.session
         if self.failure is not None:
             session.send(self.failure)
-        versions = session.named(self.holdings.versions)
-        staged = session.named(self._ready_versions())
-        held = {} if self.held is None else session.named(self.held.versions)
-        taken = {} if self.taken is None else session.named(self.taken.staging.versions)
+        versions = session.to_trainer_names(self.holdings.versions)
+        staged = session.to_trainer_names(self._staged_versions())
+        held = {} if self.held is None else session.to_trainer_names(self.held.versions)
+        taken = {} if self.taken is None else session.to_trainer_names(self.taken.staging.versions)
         incoming = 0 if self.incoming is None else self.incoming.serial
-        has = versions, staged, incoming, *self._in_use(), self.relayed
+        has = versions, staged, incoming, *self._lease_report(), self.reports_sent
         session.send(messages.Pong(ping.epoch, ping.seq, *has, held=held, taken=taken))
 
     # -- the fast path -------------------------------------------------------------------------------------------------
 
     def steady(self, serial: int) -> tuple[str, Part] | None:
-        """Model and part of the AGAIN of this serial, if that is applied and reported, and nothing else is going on."""
+        """Model and part of the AGAIN of this serial, if it is applied and reported, and nothing else is under way."""
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None
         if self.staged or self.held or self.taken or self.incoming or self.failure or self.outbox:
             return None
         model_id = session.local(base[1].model_id)
-        held = holdings.held.get(model_id)
-        if session.ended is not None or not holdings.are_plain or held is None:
+        update = holdings.updates.get(model_id)
+        if session.ended is not None or not holdings.is_clean or update is None:
             return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)):
+        if update[:2] != (session.epoch, self.targets.get(model_id)):
             return None
         return model_id, base[1]
 

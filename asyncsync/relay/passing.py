@@ -74,11 +74,11 @@ class Passing(Relaying):
         )
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        self.adopted(messages.NO_EPOCH)
+        self.epoch_began(messages.NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
 
-    def heard(self, upstream: Worker, message: messages.Instruction, now: float) -> None:
+    def message_received(self, upstream: Worker, message: messages.Instruction, now: float) -> None:
         downstream, session = self._downstream, upstream.session
         match message:
             case messages.Welcome():
@@ -95,13 +95,13 @@ class Passing(Relaying):
                 if downstream.targets.is_staged(message.version):
                     downstream.drop()
             case messages.Verify() if message.nonce != session.nonce:
-                downstream.pass_on(message)
+                downstream.send_question(message)
             case messages.Pong(root=True):
-                downstream.questions.answered(message.seq, upstream.targets)
+                downstream.requests.receive_answer(message.seq, upstream.targets)
             case messages.Recount():
                 self._session = None  # a report was lost
 
-    def adopted(self, epoch: Epoch) -> None:
+    def epoch_began(self, epoch: Epoch) -> None:
         """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
         slabs before must not be written again."""
         downstream = self._downstream
@@ -112,20 +112,20 @@ class Passing(Relaying):
             self._slots.renew()
         downstream.leases.close()
         downstream.targets.restart()
-        downstream.behind.restart()
-        downstream.questions.restart()
+        downstream.relayed.restart()
+        downstream.requests.restart()
         downstream.membership.follows = True
-        downstream.membership.begin(epoch)
+        downstream.membership.begin_epoch(epoch)
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
         """Begin with what was kept of this epoch."""
-        self.adopted(epoch)
+        self.epoch_began(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
             metadata = next(metadata for of, _, metadata in kept.values() if of == version)
             self._publish(version, slabs, metadata, now)
 
-    def begun(self, update: IncomingUpdate) -> None:
+    def update_began(self, update: IncomingUpdate) -> None:
         """Publish what has been announced, while it is still on its way."""
         if any(part.descriptor is not None for part in update.parts):
             logger.warning(
@@ -139,7 +139,7 @@ class Passing(Relaying):
                 slab.packed = 0
         self._replaced = []
         if self._slots is None:
-            self._replaced = self._downstream.targets.keep(part.model_id for part in update.parts)
+            self._replaced = self._downstream.targets.retain_current(part.model_id for part in update.parts)
             self._mark(update)
             self._publish_update(update)
 
@@ -162,13 +162,13 @@ class Passing(Relaying):
                 slab.packed = max(0, min(received, part.nbytes))
                 received -= part.nbytes
 
-    def written(self, update: IncomingUpdate) -> None:
+    def bytes_arrived(self, update: IncomingUpdate) -> None:
         """Send on what has come."""
         if self._replaced is not None and self._slots is None:
             self._mark(update)
-            self._downstream.packed()
+            self._downstream.stream()
 
-    def ended(self, update: IncomingUpdate) -> None:
+    def update_ended(self, update: IncomingUpdate) -> None:
         """It is complete, or the connection has ended, or there is something newer."""
         replaced, self._replaced = self._replaced, None
         if replaced is None:
@@ -179,12 +179,12 @@ class Passing(Relaying):
         elif update.complete:
             for slab in update.slabs:
                 slab.packed = slab.nbytes
-            self._downstream.packed()
-            self._downstream.targets.forget(replaced)
+            self._downstream.stream()
+            self._downstream.targets.release_retained(replaced)
         else:
             self._downstream.abandon(update.parts[0].version, replaced)
 
-    def committed(self, held: Staging, now: float) -> None:
+    def update_committed(self, held: Staging, now: float) -> None:
         """What was staged is to be applied, below, too."""
         part = next(iter(held.parts.values()))
         if self._downstream.targets.is_staged(part.version):
@@ -198,7 +198,7 @@ class Passing(Relaying):
     def is_report_due(self, upstream: Worker) -> bool:
         """Whether :meth:`report` may have something to say."""
         session, downstream = upstream.session, self._downstream
-        has_news = downstream.touched or downstream.questions.new or downstream.answers
+        has_news = downstream.touched or downstream.requests.unsent or downstream.answers
         return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
 
     def report(self, upstream: Worker) -> None:
@@ -207,8 +207,8 @@ class Passing(Relaying):
         session, downstream = upstream.session, self._downstream
         if not self.is_report_due(upstream):
             return
-        if downstream.questions.new:
-            downstream.questions.passed_on(session.request(root=True))
+        if downstream.requests.unsent:
+            downstream.requests.note_sent(session.request(root=True))
         while downstream.answers:
             session.send(downstream.answers.popleft())
         whole = self._session != (session.epoch, session.attempt)
@@ -216,7 +216,7 @@ class Passing(Relaying):
         if whole:
             self._session = session.epoch, session.attempt
             self._reported = {}
-            workers = {*downstream.peers, *downstream.behind.workers}
+            workers = {*downstream.peers, *downstream.relayed.workers}
         changed = [one for worker in workers if (one := self._state(worker)) is not None]
         downstream.touched.clear()
         if not changed and not whole:
@@ -224,9 +224,9 @@ class Passing(Relaying):
         assert session.epoch is not None
         batches = list(_in_reports(changed))
         for i, batch in enumerate(batches):
-            upstream.relayed += 1
+            upstream.reports_sent += 1
             more = i + 1 < len(batches)
-            session.send(messages.Relayed(session.epoch, upstream.relayed, whole and not i, more, batch))
+            session.send(messages.Relayed(session.epoch, upstream.reports_sent, whole and not i, more, batch))
 
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""
@@ -264,7 +264,7 @@ class Passing(Relaying):
                 failed[model_id] = target.version
                 errors.append(refusal)
         if (rejection := targets.rejection(peer.worker, targets.version, peer.hello.have)) is not None:
-            failed |= dict.fromkeys(targets.rejected(targets.version) & peer.hello.have.keys(), targets.version)
+            failed |= dict.fromkeys(targets.rejected_models(targets.version) & peer.hello.have.keys(), targets.version)
             errors.append(rejection)
         return failed, errors[-1] if errors else None
 

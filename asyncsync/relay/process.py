@@ -113,7 +113,7 @@ class Relay:
 
     async def _save(self) -> None:
         """Write the newest trainer's versions, unless they are written already."""
-        held, shown = self.upstream.machine.holdings.held, self.upstream.shown
+        held, shown = self.upstream.machine.holdings.updates, self.upstream.shown
         if self.keep is None or shown is self._saved or not held:  # the link is closed
             return
         self._saved = shown

@@ -342,7 +342,7 @@ class RPCCore(RemoteCallCore):
         link = self._bus.open_trainer()
         machine = link.caught_up()
         machine.serve(self.topic, loop.time())
-        machine.assemble(self.topic)  # workers that were not called yet are not waited for
+        machine.mark_assembled(self.topic)  # workers that were not called yet are not waited for
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout

@@ -216,7 +216,7 @@ class Scheme(ABC):
     def held_weights(self) -> TensorDict | None:
         link = self._bus.link
         if isinstance(link, WorkerLink):
-            held = link.machine.holdings.held.get(self.topic)
+            held = link.machine.holdings.updates.get(self.topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, TrainerLink):
             target = link.caught_up().targets.newest(-1, self.topic)
@@ -821,7 +821,7 @@ class Scheme(ABC):
     async def current_weights(self) -> TensorDict | None:
         # A copy of what this receiver holds; None: nothing yet.
         link = self._bus.link
-        if not isinstance(link, WorkerLink) or link.machine.holdings.held.get(self.topic) is None:
+        if not isinstance(link, WorkerLink) or link.machine.holdings.updates.get(self.topic) is None:
             return None
         weights: TensorDict = await link.copy_held(self.topic, self._owned)
         return weights

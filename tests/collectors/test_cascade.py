@@ -297,7 +297,7 @@ async def test_a_cascade_does_not_outlive_its_receiver(api: Api) -> None:
         holdings = bare(receiver).bus._link.machine.holdings
         assert holdings.version("policy") == 1
         await receiver.shutdown()
-        assert not holdings.held
+        assert not holdings.updates
         context.may_go_on.set()
         await until(lambda: len(context.calls) == 2)
-        assert not holdings.held
+        assert not holdings.updates

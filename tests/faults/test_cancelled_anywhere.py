@@ -344,8 +344,8 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
     session = receiver.bus._link.machine.session
     offered = []
-    welcome = session.welcome
-    monkeypatch.setattr(session, "welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
+    welcome = session.receive_welcome
+    monkeypatch.setattr(session, "receive_welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
     there.set()
     await asyncio.gather(connecting, receiving)
     # Told of a model without weights first, it would have taken itself for connected.

@@ -78,8 +78,8 @@ class Oracle:
 
     def _check_worker(self, worker: WorkerProcess) -> None:
         machine = worker.machine
-        holders: Counter[Slab] = Counter(slab for _, _, slab in machine.holdings.held.values())
-        holders.update(slab for homes in machine.holdings.homes.values() for slab in homes)
+        holders: Counter[Slab] = Counter(slab for _, _, slab in machine.holdings.updates.values())
+        holders.update(slab for homes in machine.holdings.failed_slabs.values() for slab in homes)
         for staging in machine.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
@@ -132,7 +132,7 @@ class Oracle:
     def _check_memory(self, worker: WorkerProcess) -> None:
         """Whatever a worker may read in place is what it was when it was lent."""
         machine = worker.machine
-        seen = [(*held, model) for model, held in machine.holdings.held.items()]
+        seen = [(*held, model) for model, held in machine.holdings.updates.items()]
         for staging in (*machine.staged, *filter(None, [machine.held, worker.taken and worker.taken.staging])):
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := machine.incoming) is not None:
@@ -217,5 +217,5 @@ def digest_of(number: int) -> bytes:
 
 def targets_of(machine: Trainer) -> Iterator[Target]:
     """Present and coming."""
-    for targets in machine.targets._all_of(machine.targets.models):
+    for targets in machine.targets._target_maps(machine.targets.models):
         yield from targets.values()

@@ -249,7 +249,7 @@ class TrainerProcess:
         if machine.membership.fanout_port:
             return None
         peers = machine.steady(model)
-        if not peers or any(p.unsettled or p.slow for p in peers):
+        if not peers or any(p.owes_answer or p.slow for p in peers):
             return None
 
         def acquire() -> Slab:
@@ -290,13 +290,13 @@ class TrainerProcess:
 
     def encode(self, count: int | None = None) -> None:
         """So many of the pieces that are wanted; None: all."""
-        wanted = self.machine.wanted
+        wanted = self.machine.to_encode
         while wanted and count != 0:
             encoding, index = wanted.popleft()
             if encoding.users:
                 encoding.encode(index)
                 count = None if count is None else count - 1
-                self.machine.packed()
+                self.machine.stream()
 
     def pack(self, nbytes: int | None = None) -> None:
         """So many bytes more; None: all."""
@@ -309,7 +309,7 @@ class TrainerProcess:
             if stop == slab.nbytes:
                 self.packing.pop(0)[0].release()
         if self.usable:
-            self.machine.packed()
+            self.machine.stream()
 
     @property
     def usable(self) -> bool:
@@ -429,7 +429,7 @@ class WorkerProcess(Memory):
         if (steady := machine.steady(serial)) is None:
             return
         model, part = steady
-        held = machine.holdings.held.get(model)
+        held = machine.holdings.updates.get(model)
         newest, binding = held[2], machine.models[model]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased:

@@ -21,7 +21,7 @@ import torch
 
 from asyncsync.bus.link import TICK
 from asyncsync.errors import PeerLost, ProtocolError, SchemaMismatch
-from asyncsync.protocol.membership import EVERYBODY
+from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.relays import Verification
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
@@ -446,14 +446,14 @@ class Simulation(Oracle):
                 nonce = worker.machine.session.nonce
                 for trainer in self.trainers:
                     if trainer.alive:
-                        trainer.machine.ended(worker.index, nonce, "its process has ended", self.now)
+                        trainer.machine.process_ended(worker.index, nonce, "its process has ended", self.now)
 
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
         machine = self.trainer.machine
         if not any(machine.progress.why_absent(w, self.world.models) for w in range(self.world.workers)):
             for model in self.world.models:
-                machine.assemble(model)
+                machine.mark_assembled(model)
 
     def _do_restart_trainer(self, a: int, b: int) -> None:
         """A new trainer; the clock may have gone backwards; the old one has crashed, said BYE, or lingers."""
@@ -564,7 +564,7 @@ class Simulation(Oracle):
 
     def _drain(self) -> None:
         budget = 5000
-        while self.network or any(trainer.machine.wanted for trainer in self.trainers):
+        while self.network or any(trainer.machine.to_encode for trainer in self.trainers):
             if self.network:
                 self._deliver(self.network.pop(0))
             self._settle()
@@ -720,7 +720,7 @@ class Simulation(Oracle):
         for use in list(worker.uses):
             worker.end_use(use)
         if reads:
-            for model, (epoch, version, slab) in machine.holdings.held.items():
+            for model, (epoch, version, slab) in machine.holdings.updates.items():
                 if slab.leased and (epoch == machine.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
         machine.bye("done", reads=reads)
@@ -734,7 +734,7 @@ class Simulation(Oracle):
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.machine.holdings.held.items() if held[2].leased]
+        lent = [(m, *held) for m, held in worker.machine.holdings.updates.items() if held[2].leased]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
@@ -809,9 +809,9 @@ class Simulation(Oracle):
                 if not trainer.alive:
                     continue
                 fanout, last = trainer.machine.fanout, trainer.machine.announcement
-                cast = fanout.gather(route, instruction, payload, last)
+                cast = fanout.merge_into_cast(route, instruction, payload, last)
                 frames = [codec.encode(instruction), *map(bytes, payload)]
-                if cast is not None or route == EVERYBODY:
+                if cast is not None or route == ALL_SUBSCRIBERS:
                     frames = frames if cast is None else [codec.encode(cast), *frames]
                     hearing = [w.hears for w in self.workers if w.hears is not None and w.hears.trainer is trainer]
                     self.network += [Message(hears, False, frames) for hears in hearing]
@@ -852,7 +852,7 @@ class Simulation(Oracle):
 
     def _answer(self, worker: WorkerProcess) -> None:
         """The trainer has asked what a model holds: the number that was published, for each tensor."""
-        machine, question = worker.machine, worker.machine.asked
+        machine, question = worker.machine, worker.machine.open_question
         if question is None or worker.running is not None:
             return
         machine.end_fast_path()
@@ -871,8 +871,8 @@ class Simulation(Oracle):
             instruction = outbox.popleft()
             if worker.alive and worker.connection is not None:
                 self.network.append(Message(worker.connection, True, [codec.encode(instruction)]))
-        while worker.machine.to_sources:
-            source, pull = worker.machine.to_sources.popleft()
+        while worker.machine.pulls:
+            source, pull = worker.machine.pulls.popleft()
             if worker.alive and worker.connection is not None:
                 self.network.append(Message(worker.connection, True, [codec.encode(pull)], source))
 

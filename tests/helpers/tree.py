@@ -218,8 +218,8 @@ class Tree:
                     self.look(node)
             if node.passing is not None and node.passing.is_report_due(worker):
                 self.turn[node] = None
-            if (question := worker.asked) is not None and MODEL in worker.holdings.held:
-                _, version, slab = worker.holdings.held[MODEL]
+            if (question := worker.open_question) is not None and MODEL in worker.holdings.updates:
+                _, version, slab = worker.holdings.updates[MODEL]
                 worker.answer(question, version, [b"%016d" % content(slab)] * 2)
             worker.flush()
             while worker.outbox:
@@ -283,7 +283,7 @@ class Tree:
 
     def look(self, node: Node) -> None:
         """A worker holds nothing torn, nothing older, and what was published under its version."""
-        epoch, version, slab = node.worker.holdings.held[MODEL]
+        epoch, version, slab = node.worker.holdings.updates[MODEL]
         assert (epoch, version) >= node.seen, f"{node} has gone back from {node.seen} to {(epoch, version)}"
         assert content(slab) == self.numbers[epoch, version], f"{node} has other weights than version {version}"
         node.seen = epoch, version

@@ -90,7 +90,7 @@ async def test_exactly_one_version_is_taken_or_the_error_says_what_there_is(api:
             pass
         second, third = await sender.publish(Model(2)), await sender.publish(Model(3))
         await sender.wait_staged(third, timeout=5)
-        with Clock(1.0), pytest.raises(Superseded, match=f"there is version {third}") as caught:
+        with Clock(1.0), pytest.raises(Superseded, match=f"replaced by version {third}") as caught:
             async with receiver.take(second):
                 pass
         assert caught.value.version == third

@@ -43,7 +43,7 @@ def test_a_report_has_the_sender_its_models_and_its_workers() -> None:
     desk.hello(1, have={"policy": 0})
     desk.ready(1)
     for model in ("policy", "value"):
-        desk.machine.assemble(model)  # worker 2 has been there, once
+        desk.machine.mark_assembled(model)  # worker 2 has been there, once
     version = desk.publish(1, models=["policy", "value"])
     desk.now = 8.0
     desk.receive(0, messages.Applied(desk.machine.epoch, {"policy": version, "value": version}))

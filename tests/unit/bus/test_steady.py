@@ -82,7 +82,7 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_pat
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
-            slab = link_of(everybody).machine.holdings.held.get("policy")[2].retain()
+            slab = link_of(everybody).machine.holdings.updates.get("policy")[2].retain()
             kept.append((slab, bytes(slab.memory)))
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:
@@ -216,7 +216,7 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
     """Neither at the beginning, nor where libzmq still reads the slab that is to be written."""
     desk = Desk(1)
     desk.join(0)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     version = desk.publish(1)
     desk.applied(0, policy=version)
     target, peers, left = desk.machine.targets.models["policy"].common.slab, [desk.machine.peers[0]], [1]

@@ -491,7 +491,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     desk = Desk(3)
     desk.join(*range(3))
     machine, stopped = desk.machine, 2
-    observer = TrainerObserver(machine.progress.awaited)
+    observer = TrainerObserver(machine.progress.find_awaited)
     durations = observer.durations = histogram()
     for number in range(5):
         version = desk.publish()

@@ -31,9 +31,10 @@ RUNS = 1500  # at most, until a mutation must have been noticed
 
 GIVE = "; self.leases.release(peer.nonce)"
 NO_PONG = (Trainer, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
-STAGED = "peer.end_transfer()\n                self._pump"
-ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
-    if not parts:"""
+STAGED = "peer.end_transfer()\n                self._send_due"
+NOTHING_IS_DUE = "if publication is None or not parts:"
+ONE_BY_ONE = f"""parts = dict(list(parts.items())[:1])
+    {NOTHING_IS_DUE}"""
 
 weighted = [name for name, weight in OPERATIONS.items() for _ in range(max(1, weight))]
 numbers = st.integers(0, 63)
@@ -66,7 +67,7 @@ MUTATIONS = {
         (IncomingUpdate, "complete", "self.received == self.total", "self.received > 0")
     ],
     "bytes behind a gap count as if there were none": [
-        (IncomingUpdate, "write", "is_beyond = start > self.received", "is_beyond = False")
+        (IncomingUpdate, "write", "is_after_gap = start > self.received", "is_after_gap = False")
     ],
     "chunks of another update are taken": [(Worker, "_on_chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
@@ -76,7 +77,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "self._drop(self.models, range(version, version + 1))", "pass")
+        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -96,52 +97,52 @@ MUTATIONS = {
         (Peer, "agrees", "layout not in self.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Trainer, "_announce", "if not parts:", ONE_BY_ONE)],
+    "parts go one by one": [(Trainer, "_announce", NOTHING_IS_DUE, ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Targets, "due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
-        (StagedUpdates, "line_up", "self.append(staging)", "self.insert(0, staging)")
+        (StagedUpdates, "enqueue", "self.append(staging)", "self.insert(0, staging)")
     ],
     "a part is withdrawn with a newer one that is refused": [
         (
             Targets,
             "publish",
-            "(older.layouts, older.workers) == (publication.layouts, whom)",
+            "(older.layouts, older.workers) == (publication.layouts, only)",
             "older.models & publication.models",
         )
     ],
     "nobody is asked before a new layout": [
-        (Trainer, "_unanswered", "gathering = self", "return set()\n    gathering = self")
+        (Trainer, "_workers_to_await", "assembling = self", "return set()\n    assembling = self")
     ],
     "a refusal concerns the refuser only": [(Trainer, "_on_refused", "peer.worker in publication.awaiting", "False")],
     "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
-        (Trainer, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
+        (Trainer, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.owes_answer", "False")
     ],
     "PONG does not show a lost UPDATE": [(Trainer, "_on_pong", "pong.serial != transfer.serial", "False")],
     "a HELLO of an old connection is answered there": [
-        (Membership, "hello", "hello.attempt <= peer.hello.attempt", "False")
+        (Membership, "receive_hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
     "a trainer whose clock has gone back stays behind": [
-        (Membership, "outrun", "self.begin((hello.epoch[0] + 1, self.epoch[1]))", "pass")
+        (Membership, "raise_epoch_above", "self.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))", "pass")
     ],
     "missing chunks are not asked for again": [
         (
             Worker,
-            "_refetch",
+            "_restart_stalled",
             "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)",
             "False",
         )
     ],
     "staging alone gives a slot back": [(Trainer, "receive", STAGED, STAGED.replace("\n", f"{GIVE}\n"))],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Worker, "_in_use", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Worker, "_in_use", "slab.is_used", "slab.references")],
+    "a report says nothing of what is in use": [(Worker, "_lease_report", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Worker, "_lease_report", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
         (
             Membership,
             "_supersede",
-            "self.drop(peer)",
-            f"self.drop(peer){GIVE}".replace("self.l", "self._welcome.__self__.l"),
+            "self.forget(peer)",
+            f"self.forget(peer){GIVE}".replace("self.l", "self._welcome.__self__.l"),
         )
     ],
     "whoever connects again has given everything back": [
@@ -157,10 +158,10 @@ MUTATIONS = {
         (Worker, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
-    "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leased:", "if False:")],
+    "whoever was superseded gives nothing back": [(Session, "send_bye", "elif not reads:", "elif False:")],
+    "a slot that is announced is not leased": [(Trainer, "_start_transfer", "if last.leased:", "if False:")],
     "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
-    "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
+    "the end of a process gives nothing back": [(Trainer, "process_ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
         (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
@@ -190,12 +191,12 @@ MUTATIONS = {
         (Worker, "_on_cast", "cast.since != self.serial", "False")
     ],
     "those who are sent something at once count as having had what was before": [
-        (FanOut, "started", "peer.before = peer.serial", "peer.before = serial - 1")
+        (FanOut, "note_announced", "peer.previous_serial = peer.serial", "peer.previous_serial = serial - 1")
     ],
     "what is pushed may hold something else by now": [
         (FanOut, "end", "self._pushed.release()", "pass"),
     ],
-    "what is staged is the target": [(Targets, "commit", "if publication.stages:", "if False:")],
+    "what is staged is the target": [(Targets, "accept", "if publication.stages:", "if False:")],
     "what is staged is applied at once": [(Worker, "_stage_if_complete", "update.phase == messages.STAGE", "False")],
     "COMMIT is sent to those who hold something else": [
         (Trainer, "_announce", "peer.held.get(m) == version", "True"),
@@ -221,14 +222,14 @@ MUTATIONS = {
         (StagedUpdates, "take", "self._leave_out(older, taken.parts.keys())", "pass")
     ],
     "the version before what is taken is not kept": [(Worker, "take", "slab.retain()) for", "slab) for")],
-    "PONG does not show what is taken": [(Worker, "_ready_versions", "self.taken is None", "True")],
+    "PONG does not show what is taken": [(Worker, "_staged_versions", "self.taken is None", "True")],
     "an update counts as complete while a share is missing": [
         (Worker, "_stage_if_complete", "all(share.complete for share in self.shares.values())", "True")
     ],
     "a share of another version is taken": [
         (Worker, "receive_share", "elif instruction.serial == share.serial:", "else:")
     ],
-    "a share that was lost is not requested again": [(Worker, "_refetch", "*self.shares.values()", "")],
+    "a share that was lost is not requested again": [(Worker, "_restart_stalled", "*self.shares.values()", "")],
     "a share is requested from the wrong process": [(ShareSlab, "__init__", "= source", "= 3 - source")],
     "the pages of two incarnations make one answer": [
         (Verification, "due", "pages.nonce != peer.nonce", "False"),

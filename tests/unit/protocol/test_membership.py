@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.membership import EVERYBODY
+from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import NONCE_END
@@ -35,7 +35,7 @@ def sent(made: Desk) -> tuple[list[tuple[messages.Cast, messages.Instruction]], 
     machine, casts, single = made.machine, [], {}
     while machine.outbox:
         route, instruction, payload = machine.outbox.popleft()
-        cast = machine.fanout.gather(route, instruction, payload, machine.announcement)
+        cast = machine.fanout.merge_into_cast(route, instruction, payload, machine.announcement)
         if cast is not None:
             casts.append((cast, instruction))
         else:
@@ -130,14 +130,14 @@ def test_bytes_are_pushed_once_as_fast_as_the_fastest_quarter_takes_them() -> No
     fetch(made, 0, serial, pushed=80)
     assert chunks(made) == {}  # two of eight set the pace
     fetch(made, 1, serial, pushed=40)
-    assert chunks(made) == {EVERYBODY: [0]}
+    assert chunks(made) == {ALL_SUBSCRIBERS: [0]}
     fetch(made, 1, serial, pushed=100)
-    assert chunks(made) == {EVERYBODY: [40]}
+    assert chunks(made) == {ALL_SUBSCRIBERS: [40]}
     fetch(made, 2, serial, restart=1, start=0, upto=40, pushed=80)
     assert chunks(made) == {b"2": [0]}  # what this one has missed, and nothing else
     fetch(made, 0, serial, pushed=128)
     fetch(made, 1, serial, pushed=128)
-    assert chunks(made) == {EVERYBODY: [80, 100]}
+    assert chunks(made) == {ALL_SUBSCRIBERS: [80, 100]}
     assert made.machine.fanout._pushed is None
     assert made.machine.peers[5].bytes_sent == 128
 
@@ -198,7 +198,7 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     station.join()
     station.update_now(1, {"policy": (1, 1)})
     station.take()
-    layout = station.machine.holdings.held["policy"][2].layout
+    layout = station.machine.holdings.updates["policy"][2].layout
     update = messages.Update(EPOCH, 2, False, (messages.Part("policy", 2, layout.digest, layout.nbytes),))
     station.receive(messages.Cast(EPOCH, since, excluded, pushed), [codec.encode(update), b""])
     return station

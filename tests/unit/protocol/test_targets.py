@@ -121,7 +121,7 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
 def desk() -> Desk:
     desk = Desk()
     desk.join(0, 1)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     return desk
 
 
@@ -213,7 +213,7 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     follow(desk, update)
     assert all({v for _, v in leases.slabs} == {1} for leases in desk.machine.leases.of.values())
     assert desk.machine.leases.of.keys() == {nonce(0), nonce(1), nonce(50)}
-    desk.machine.ended(0, nonce(0), "its process (100) has ended", desk.now)
+    desk.machine.process_ended(0, nonce(0), "its process (100) has ended", desk.now)
     assert desk.machine.leases.of.keys() == {nonce(1), nonce(50)}
     assert desk.machine.peers[0].state == "live"
     desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), messages.MAX_SERIAL, ()))
@@ -269,7 +269,7 @@ def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
     desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", ""))
     desk.receive(1, messages.Bye(EPOCH, nonce(1), "reading", ""))
     assert (out(desk, 0), out(desk, 1)) == (set(), {1})
-    desk.machine.ended(1, nonce(1), "its process has ended", desk.now)
+    desk.machine.process_ended(1, nonce(1), "its process has ended", desk.now)
     assert desk.machine.leases.of == {}
 
 

@@ -26,7 +26,7 @@ def joined(*workers: int, of: int | None = 2, settings: Settings | None = None) 
     """These workers are there and have accepted float32; nothing has been published."""
     desk = Desk(of, settings=settings)
     desk.join(*workers)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     return desk
 
 
@@ -77,7 +77,7 @@ def test_why_a_worker_is_absent_is_told() -> None:
     assert "killed" in why[3]
     desk.publish()
     assert "waits for the other workers" in desk.machine.progress.why_absent(2, ["policy"])
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     assert "has not applied" in desk.machine.progress.why_absent(2, ["policy"])
 
 
@@ -137,7 +137,7 @@ def test_a_newcomer_changes_nothing_before_the_worker_was_silent_and_it_has_prov
 def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()
-    desk.machine.ended(0, nonce(0), "killed", desk.now)
+    desk.machine.process_ended(0, nonce(0), "killed", desk.now)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Welcome]
     desk.receive(b"new", FITS)
     assert not desk.machine.progress.why_absent(0, ["policy"])
@@ -335,8 +335,8 @@ def test_a_worker_gets_only_the_models_it_has() -> None:
     desk.hello(0, have={"critic": 0})
     desk.ready(0, models=["critic"])
     assert not desk.take(messages.Update)  # everybody is waited for before the first connect, with all models
-    desk.machine.assemble("policy")
-    desk.machine.assemble("critic")
+    desk.machine.mark_assembled("policy")
+    desk.machine.mark_assembled("critic")
     version = desk.publish(models=["policy", "critic"])
     desk.finish(0, desk.expect({"critic": version}))
     assert desk.machine.progress.of(version, [0]).acked == {0: version}
@@ -543,7 +543,7 @@ def lose_worker_1(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(lose_worker_1, None), (None, lose_worker_1), (lambda desk: desk.machine.clogged(b"1"), None)],
+    [(lose_worker_1, None), (None, lose_worker_1), (lambda desk: desk.machine.queue_full(b"1"), None)],
     ids=["absent", "dies", "slow"],
 )
 def test_after_everybody_was_there_a_new_layout_waits_for_nobody_who_is_absent_or_slow(
@@ -776,7 +776,7 @@ def test_a_staged_version_that_failed_is_tried_again_when_it_is_committed() -> N
 def test_who_has_failed_or_is_lost_does_not_count_as_ready_because_something_else_is_staged(end: str) -> None:
     desk = Desk(1)
     desk.join(0)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     version = desk.publish(1, stages=True)
     (update,) = desk.take(messages.Update)
     desk.staged(0, update)
@@ -807,7 +807,7 @@ def test_a_staged_version_counts_as_published_when_it_is_committed_and_never_whe
     told: list[int] = []
     for commits in (False, True):
         version = desk.publish(stages=True)
-        desk.machine.targets.when_agreed(version, partial(told.append, version))
+        desk.machine.targets.when_target(version, partial(told.append, version))
         desk.finish_all()
         assert (told, desk.machine.published) == ([], 1)
         if commits:
@@ -959,7 +959,7 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
     (update,) = desk.take(messages.Update)
     for packed, credit, offsets in ((0, 80, []), (40, 80, [0]), (79, 80, []), (128, 80, [40]), (128, 128, [80, 120])):
         slab.packed = packed
-        desk.machine.packed()
+        desk.machine.stream()
         desk.receive(0, messages.Fetch(EPOCH, update.serial, 0, 0, credit))  # type: ignore[attr-defined]
         assert [chunk.offset for chunk in desk.take(messages.Chunk)] == offsets  # type: ignore[attr-defined]
     assert desk.machine.progress.of(version, [0]).waiting == {0}
@@ -970,7 +970,7 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
     def fail() -> int:
         slab = slab_of(desk.pool, 1)
         slab.packed = 0
-        kept = desk.machine.targets.keep(["policy"])
+        kept = desk.machine.targets.retain_current(["policy"])
         version = desk.machine.publish({"policy": slab}, None, desk.now)
         assert desk.target(1) == desk.machine.published == version
         desk.machine.abandon(version, kept)
@@ -995,13 +995,13 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
 def test_what_is_taken_back_before_it_has_replaced_anything_leaves_no_reference_to_the_target() -> None:
     desk = Desk(1)
     desk.join(0)
-    desk.machine.assemble("policy")
+    desk.machine.mark_assembled("policy")
     desk.publish(1)
     target = desk.machine.targets.target(0, "policy")
     assert target is not None
     before = target.slab.references
     for kind in ("never published", "pending", "staged"):
-        kept = desk.machine.targets.keep(["policy"])
+        kept = desk.machine.targets.retain_current(["policy"])
         slab = slab_of(desk.pool, 2, F64 if kind == "pending" else F32)
         version = None
         if kind != "never published":
@@ -1020,7 +1020,7 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
         desk.ready(worker, models=(model,))
     desk.machine.lost(3, nonce(3), "killed", desk.now)
     for model in ("policy", "value"):
-        desk.machine.assemble(model)
+        desk.machine.mark_assembled(model)
 
     def check() -> list[list[int]]:
         told = []
@@ -1028,7 +1028,7 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
             for models in (["policy"], ["value"], ["policy", "value"], []):
                 short = desk.machine.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
-                    patch.setattr(type(desk.machine.targets), "are_everybodys", lambda *_: False)
+                    patch.setattr(type(desk.machine.targets), "are_common", lambda *_: False)
                     assert desk.machine.progress.targeted(version, models) == short, (version, models)
                 told.append(short)
         return told
@@ -1065,7 +1065,7 @@ def test_a_refused_publication_does_not_keep_another_one_from_being_complete(oth
     desk = Desk(2, models=("policy", "value"))
     desk.join(0, 1)
     for model in ("policy", "value"):
-        desk.machine.assemble(model)
+        desk.machine.mark_assembled(model)
     version = desk.publish(workers=[0])
     desk.finish_all()
     newer = desk.publish(models=(other,), dtype=F64)

@@ -43,12 +43,12 @@ class Packing(Desk):
     def encode(self) -> int:
         """All that is wanted, as a shell does it in its thread; how many pieces."""
         count = 0
-        while self.machine.wanted:
-            encoding, index = self.machine.wanted.popleft()
+        while self.machine.to_encode:
+            encoding, index = self.machine.to_encode.popleft()
             if encoding.users:
                 encoding.encode(index)
                 count += 1
-        self.machine.packed()
+        self.machine.stream()
         return count
 
     def pieces(self, worker: int) -> list[tuple[Any, bytes]]:
@@ -217,7 +217,7 @@ def begin(station: Station, serial: int = 2, version: int = 2, base: int = 1) ->
 
 
 def part_of(station: Station, version: int, base: int = 0) -> messages.Part:
-    digest = station.machine.holdings.held["policy"][2].layout.digest
+    digest = station.machine.holdings.updates["policy"][2].layout.digest
     return messages.Part("policy", version, digest, TOTAL, base=base)
 
 
@@ -253,7 +253,7 @@ def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed()
 def test_a_base_that_somebody_has_written_into_is_noticed_and_all_is_fetched(at: int) -> None:
     station = station_with()
     begin(station)
-    station.machine.holdings.held["policy"][2].memory[at] ^= 1
+    station.machine.holdings.updates["policy"][2].memory[at] ^= 1
     for start in (0, 64):
         piece(station, memory(1.0), memory(2.0), start, start + 64)
     fetch = station.take(Fetch)[-1]
@@ -314,7 +314,7 @@ def test_a_piece_that_cannot_be_is_refused(chunk: Chunk, payload: list[bytes], m
 
 def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station = station_with()
-    held = station.machine.holdings.held["policy"][2]
+    held = station.machine.holdings.updates["policy"][2]
     assert held.references == 1
     begin(station)
     assert held.references == 2
@@ -323,8 +323,8 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station.apply()
     assert held.references == 0
     assert begin(station, 3, 3, base=2).bases == (2,)
-    station.machine._drop()
-    assert station.machine.holdings.held["policy"][2].references == 1
+    station.machine._drop_incoming()
+    assert station.machine.holdings.updates["policy"][2].references == 1
 
 
 def test_the_bytes_of_an_update_may_be_fewer_only_if_it_says_so() -> None:
@@ -411,8 +411,8 @@ def test_an_update_is_complete_when_all_shares_are_here(sharer: Sharer) -> None:
     parts = tuple([Part(m, 5, digest, NBYTES, source=source) for m, source in (("policy", 1), ("critic", 2))])
     station.receive(messages.Update(EPOCH, 1, True, parts), [b"", b"", b"", b""])
     machine = station.machine
-    assert [(source, asked.names) for source, asked in machine.to_sources] == [(1, ("policy",)), (2, ("critic",))]
-    for source, asked in [*machine.to_sources, *machine.to_sources]:
+    assert [(source, asked.names) for source, asked in machine.pulls] == [(1, ("policy",)), (2, ("critic",))]
+    for source, asked in [*machine.pulls, *machine.pulls]:
         sharer.receive(b"%d" % source, Pull(EPOCH, 5, asked.names, 0, 0, NBYTES))
     for route, chunk, payload in sharer.outbox:
         assert not machine.staged

@@ -76,7 +76,7 @@ def end(tree: Tree, node: Node) -> None:
     """kill -9, and whoever is above it notices."""
     above, worker = node.parent, node.worker
     tree.kill(node)
-    above.trainer.ended(worker.worker, worker.session.nonce, "killed", tree.now)
+    above.trainer.process_ended(worker.worker, worker.session.nonce, "killed", tree.now)
     tree.flush(above)
 
 
@@ -150,10 +150,10 @@ def test_a_worker_that_was_lost_to_a_relay_and_is_back_behind_it_is_there_for_th
     version = tree.publish()
     tree.connect(tree.workers[0], between)
     tree.pass_time(20)
-    trainer, known = between.trainer, tree.root.trainer.behind.workers
+    trainer, known = between.trainer, tree.root.trainer.relayed.workers
     nonce = trainer.peers[0].nonce
     tree.kill(tree.workers[0])
-    trainer.ended(0, nonce, "killed", tree.now)
+    trainer.process_ended(0, nonce, "killed", tree.now)
     tree.settle()
     tree.flow()
     assert known[0].lost
@@ -457,8 +457,8 @@ def test_a_worker_that_is_forgotten_amid_a_recount_is_no_trouble() -> None:
     tree.flow()
     trainer, passing = tree.root.trainer, tree.relays[0][0].passing
     peer = trainer.peers[tree.relays[0][0].worker.worker]
-    behind, known = trainer.behind, [passing._reported[w] for w in range(3)]
-    number = behind._relays[peer.nonce].last
+    behind, known = trainer.relayed, [passing._reported[w] for w in range(3)]
+    number = behind._relays[peer.nonce].last_report
     left = replace(known[2], applied={}, failed={}, lost="it has left")
     behind.report(peer, Relayed(trainer.epoch, number + 1, False, False, (left,)), tree.now)
     tree.now += 61
@@ -485,7 +485,7 @@ def test_weights_of_its_own_are_nobodys_target_when_a_worker_has_gone_behind_a_r
     tree.settle()
     tree.flow()
     tree.pass_time(30)
-    assert list(trainer.behind.workers) == [0]
+    assert list(trainer.relayed.workers) == [0]
     assert not trainer.progress.of(version, [0], [MODEL]).waiting
 
 
@@ -628,4 +628,4 @@ def test_a_newer_question_takes_the_place_of_an_older_one() -> None:
     station.receive(messages.Verify(EPOCH, 2, 0, nonce(7), "policy", 1))
     (second,) = station.take(messages.Digests)
     assert (first.digests, second.digests, second.count) == (A, B, 2)  # type: ignore[attr-defined]
-    assert station.machine.asked is None
+    assert station.machine.open_question is None

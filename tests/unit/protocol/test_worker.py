@@ -92,17 +92,17 @@ def test_ready_names_the_layouts_that_fit_models_which_are_here() -> None:
 
 def test_settled_means_that_there_is_nothing_left_to_apply() -> None:
     station = Station()
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.welcome(models={"other": None})
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.welcome(models={"policy": None})
-    assert station.machine.settled("policy")
+    assert station.machine.is_connected("policy")
     station.welcome()
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.update(1, {"policy": (1, 10)})
-    assert not station.machine.settled("policy")
+    assert not station.machine.is_connected("policy")
     station.apply()
-    assert station.machine.settled("policy")
+    assert station.machine.is_connected("policy")
 
 
 def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
@@ -110,7 +110,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.take()
     station.welcome(models={"": layout()})
     assert station.take() == [messages.Ready(EPOCH, {"": layout().digest})]
-    assert station.machine.settled("policy") is False
+    assert station.machine.is_connected("policy") is False
     station.update_now(1, {"": (3, 30)})
     assert station.content() == {30}
     assert station.machine.holdings.version("policy") == 3
@@ -145,7 +145,7 @@ def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
     assert station.machine.holdings.version("policy") == 5
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     assert held[:2] == (EPOCH, 5)
 
 
@@ -545,7 +545,7 @@ def test_a_new_trainer_replaces_everything_under_way_and_hears_nothing_of_the_ol
     station.flush()
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
     assert station.content() == {10}
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     assert held[:2] == (NEWER, 1)
 
 
@@ -636,7 +636,7 @@ def test_bye_ends_it_and_leaves_what_was_applied_or_staged(
     station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
     assert isinstance(station.machine.session.ended, error)
     assert "so long" in str(station.machine.session.ended)
-    assert station.machine.holdings.held.get("policy") is not None
+    assert station.machine.holdings.updates.get("policy") is not None
     station.update(3, {"policy": (3, 30)})
     station.receive(messages.Ping(EPOCH, 1))
     station.pass_time(600)
@@ -672,7 +672,7 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     staged = station.machine.staged[-1]
-    held = station.machine.holdings.held["policy"]
+    held = station.machine.holdings.updates["policy"]
     station.machine.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
     assert station.machine.pool.slabs == 0
@@ -886,13 +886,13 @@ def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: 
 def test_exactly_one_version_is_taken_or_it_is_said_what_there_is_instead(station: Station) -> None:
     station.join()
     assert not station.machine.has("policy", 1)
-    assert station.machine.cannot_take("policy", 1) is None
+    assert station.machine.why_not_taken("policy", 1) is None
     station.update(1, {"policy": (1, 10)})
     assert (station.machine.has("policy", 1), station.machine.has("policy", 2)) == (True, False)
     station.update(2, {"policy": (2, 20)})
-    error = station.machine.cannot_take("policy", 1)
+    error = station.machine.why_not_taken("policy", 1)
     assert isinstance(error, Superseded)
-    assert (error.version, station.machine.cannot_take("policy", 3)) == (2, None)
+    assert (error.version, station.machine.why_not_taken("policy", 3)) == (2, None)
     taken = station.machine.take("policy", 2)
     assert taken.staging.versions == {"policy": 2}
 
