@@ -148,7 +148,7 @@ class Applying(Link):
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
                 self.cascade.begin(slabs, partial(self._conclude_later, passed, staging))
                 return
-            self._finished(staging, staging.error)
+            self._report_result(staging, staging.error)
 
     def _conclude_later(
         self, passed: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
@@ -156,12 +156,12 @@ class Applying(Link):
         """The same as a callback of the loop, perhaps when one of them was passed on."""
         with self.guard():
             if passed_on is not None:
-                self._finished(passed_on, failure)
+                self._report_result(passed_on, failure)
             self._conclude(passed)
             if not self.closed:
-                self.settle()
+                self.act_on_changes()
 
-    def _finished(self, staging: Staging, error: Exception | None) -> None:
+    def _report_result(self, staging: Staging, error: Exception | None) -> None:
         if self.observer.follows:
             self.observer.finished(staging, error)
         if error is not None:
@@ -194,7 +194,7 @@ class Applying(Link):
         if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
             self._offered = []
             if not self.closed:
-                self.settle()  # for the others
+                self.act_on_changes()  # for the others
 
     # -- taken by the user's code --------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Applying(Link):
             return False
 
         machine.check_again(model_id, self.loop.time())
-        self.settle()
+        self.act_on_changes()
         if not await self.wait(is_here, timeout):
             what = "a new version" if version is None else f"version {version}"
             raise AckTimeout(
@@ -260,7 +260,7 @@ class Applying(Link):
         if self.observer.follows and not unused:
             self.observer.finished(staging, None if error is None else as_exception(error))
         self._clean_soon(staging)
-        self.settle()
+        self.act_on_changes()
         if error is None and not (unused or counts):
             now = epoch_text(machine.session.epoch)
             raise PeerLost(
@@ -304,7 +304,7 @@ class Applying(Link):
         self.wanted += models
         try:
             while True:
-                self.settle()
+                self.act_on_changes()
                 remaining = None if deadline is None else max(0.0, deadline - self.loop.time())
                 step = remaining if again is None or remaining is None else min(REQUEST_AGAIN, remaining)
                 if await self.wait(is_over, step):
@@ -532,12 +532,12 @@ class Applying(Link):
         slab = self.machine.holdings.held[model_id][2].retain()
         self.copying += 1
         try:
-            return then(await self.run(slab.copy, slab.nbytes))
+            return then(await self.run_inline_or_in_thread(slab.copy, slab.nbytes))
         finally:
             self.copying -= 1
             slab.release()
             if slab.leased and not self.closed:
-                self.settle()  # the trainer may be waiting for it
+                self.act_on_changes()  # the trainer may be waiting for it
 
 
 def _again(error: WeightSyncError) -> WeightSyncError:

@@ -29,7 +29,7 @@ from asyncsync.arguments import (
     described,
 )
 from asyncsync.bus.carrier import Calls, Member, Source, Taken
-from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
+from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.verifying import Differences
@@ -203,7 +203,7 @@ class BusCore:
         self.starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
-        self._preparing = Order()  # held by a publication until it is ready to be packed
+        self._preparing = FairLock()  # held by a publication until it is ready to be packed
         self.carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Called on the loop with each version, and the workers that are to have it; None: all.
@@ -357,7 +357,7 @@ class BusCore:
             link.origin = self._origin
             link.carry_on(self.carried)
             self._link = link
-            link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
+            link.shut_down_with_loop(weakref.WeakMethod(self._end_here))
         return self.trainer_link()
 
     def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
@@ -388,7 +388,7 @@ class BusCore:
                 monitoring=self.monitoring.here,
                 find=self.find_sender,
             )
-            self._link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
+            self._link.shut_down_with_loop(weakref.WeakMethod(self._end_here))
         return self.worker_link()
 
     async def _end_here(self) -> None:
@@ -532,7 +532,7 @@ class BusCore:
         machine.commit(version)
         assert staged is not None
         link.observer.tell("publish.committed", link.observer.lives.get(version))
-        link.settle()
+        link.act_on_changes()
         if self.calls is not None:
             self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
@@ -544,7 +544,7 @@ class BusCore:
         machine.check_staged(version)
         link.end_staged()
         machine.drop()
-        link.settle()
+        link.act_on_changes()
 
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None

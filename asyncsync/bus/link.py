@@ -20,7 +20,7 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.status import link_figures
+from asyncsync.bus.status import link_metrics
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
@@ -54,7 +54,7 @@ class Link(ABC):
     changed."""
 
     metrics: Metrics | None = None
-    stalled = 0.0  # seconds that the event loop was late, all in all
+    stalled_seconds = 0.0  # seconds that the event loop was late, all in all
     _at_exit: Finalize | None = None  # while it is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
@@ -66,45 +66,45 @@ class Link(ABC):
         self.context = Context()
         self.thread = WorkThread(name)
         self.dropped: Counter[str] = Counter()
-        self.settled: Callable[[], object] | None = None
+        self.on_change: Callable[[], object] | None = None
         self.closed = False
         self.failure: BaseException | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._lifeline: AsyncGeneratorType[None, None] | None = None
+        self._at_loop_end: AsyncGeneratorType[None, None] | None = None
 
     def opened(self) -> None:
         """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
-        _open.add(self)
+        _open_links.add(self)
         if self.metrics is not None:
             reference = weakref.ref(self)  # a bus that is forgotten is not to be kept by its figures
 
             def look() -> list[Metric]:
                 link = reference()
-                return [] if link is None else link.figures()
+                return [] if link is None else link.collect_metrics()
 
             self.metrics.attach(self.loop, look)
         # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
         # asyncsync.runtime.loop_thread, which shuts down those on its loop.
-        self._at_exit = Finalize(None, _end_all, exitpriority=9)
+        self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
-    def until_the_loop_ends(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
+    def shut_down_with_loop(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
         """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before. If its
         object no longer exists, :meth:`shutdown` is called instead.
 
         An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
         been cancelled, and while the loop still runs.
         """
-        lifeline = _lifeline(self, end)
-        assert isinstance(lifeline, AsyncGeneratorType)
-        self._lifeline = lifeline
+        at_loop_end = _shut_down_at_loop_end(self, end)
+        assert isinstance(at_loop_end, AsyncGeneratorType)
+        self._at_loop_end = at_loop_end
         with suppress(StopIteration):
-            self._lifeline.__anext__().send(None)
+            self._at_loop_end.__anext__().send(None)
 
     def __del__(self) -> None:
         if self._at_exit is not None and not self.closed and not self.is_inherited:
             try:
-                self.cut(FORGOTTEN_LINGER_MS)
+                self.shut_down_without_loop(FORGOTTEN_LINGER_MS)
             finally:
                 warnings.warn(
                     "a scheme or bus was still connected when its event loop ended: call shutdown(), or use it "
@@ -124,19 +124,19 @@ class Link(ABC):
     def _tick(self, now: float) -> None: ...
 
     @abstractmethod
-    def settle(self) -> None:
+    def act_on_changes(self) -> None:
         """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
 
     @abstractmethod
     async def shutdown(self) -> None:
         """Send BYE, close everything, release everything. Idempotent."""
 
-    def figures(self) -> list[Metric]:
-        return link_figures(self.dropped, self.stalled)
+    def collect_metrics(self) -> list[Metric]:
+        return link_metrics(self.dropped, self.stalled_seconds)
 
     @abstractmethod
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        """What :meth:`cut` does, one after the other, whether or not one fails."""
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
+        """What :meth:`shut_down_without_loop` does, one after the other, whether or not one fails."""
 
     def _set_timer(self, now: float) -> None:
         if not self.closed:
@@ -146,10 +146,10 @@ class Link(ABC):
     def _due(self) -> None:
         self.timer = None
         if (late := self.loop.time() - self._timer_due) > LATE:
-            self.stalled += late
+            self.stalled_seconds += late
         with self.guard():
             self._tick(self.loop.time())
-            self.settle()
+            self.act_on_changes()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -159,14 +159,14 @@ class Link(ABC):
         except Exception as error:
             self.crash(error)
 
-    def drop(self, error: ProtocolError, who: str) -> None:
+    def count_dropped(self, error: ProtocolError, sender: str) -> None:
         """Count a message that changed nothing; log the first of its kind."""
         reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
             # As text: a log that keeps its records would keep what the error's traceback refers to.
-            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, str(error))
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", sender, str(error))
 
     def crash(self, error: BaseException) -> None:
         """A bug of the bus surfaced in a callback: no caller may wait for ever on it."""
@@ -175,7 +175,7 @@ class Link(ABC):
             logger.error("the bus has failed", exc_info=error)
         self.notify()
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
         another process or event loop, WeightSyncError if a callback has failed."""
         if self.pid != os.getpid():
@@ -194,15 +194,15 @@ class Link(ABC):
 
     async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
-        as :meth:`check`, also if this link is shut down or fails meanwhile.
+        as :meth:`check_usable`, also if this link is shut down or fails meanwhile.
 
         When this returns, the predicate holds: the state that woke the waiter may be over a moment later.
         """
-        self.check()
+        self.check_usable()
         deadline = None if timeout is None else self.loop.time() + timeout
         while not predicate():
             if self.closed or self.failure is not None:
-                self.check()
+                self.check_usable()
             if deadline is not None and deadline <= self.loop.time():
                 return False
             waiter: asyncio.Future[None] = self.loop.create_future()
@@ -231,34 +231,34 @@ class Link(ABC):
         """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
         call_soon(self.loop, function)
 
-    async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
+    async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()
         return await finish(self.thread.submit(function))
 
-    def cut(self, linger_ms: int) -> None:
+    def shut_down_without_loop(self, linger_ms: int) -> None:
         """:meth:`shutdown` without the loop, which will never run. Waits ``linger_ms`` at most for the BYE to leave."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
-        self._forget()
+        self._cancel_exit_hooks()
         with ExitStack() as stack:
             stack.callback(self.thread.abandon)
             if self.metrics is not None:
                 stack.callback(self.metrics.close)
             stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
-            for step in reversed(self._farewell(linger_ms)):
+            for step in reversed(self._closing_steps(linger_ms)):
                 stack.callback(step)
 
-    def _forget(self) -> None:
+    def _cancel_exit_hooks(self) -> None:
         """The link is ending: nobody else has to see to that."""
-        _open.discard(self)
+        _open_links.discard(self)
         if self._at_exit is not None:
             self._at_exit.cancel()
 
     async def _terminate(self) -> None:
-        self._forget()
+        self._cancel_exit_hooks()
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -270,11 +270,11 @@ class Link(ABC):
         finally:
             await self.thread.close()
             self.notify()
-            if self._lifeline is not None and not self._lifeline.ag_running:
-                await self._lifeline.aclose()
+            if self._at_loop_end is not None and not self._at_loop_end.ag_running:
+                await self._at_loop_end.aclose()
 
 
-_open: weakref.WeakSet[Link] = weakref.WeakSet()
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
@@ -282,7 +282,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _lifeline(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
+async def _shut_down_at_loop_end(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
@@ -290,21 +290,21 @@ async def _lifeline(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[N
             await (end() or link.shutdown)()
 
 
-def _end_all() -> None:
+def _shut_down_all() -> None:
     """The process ends: send BYE to the other sides and remove this process's files, but do not keep it waiting."""
     deadline = time.monotonic() + 2 * EXIT_SECONDS
-    for link in [one for one in _open if not one.is_inherited]:
+    for link in [one for one in _open_links if not one.is_inherited]:
         seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
         try:
             if link.loop.is_running():  # in a daemon thread
                 asyncio.run_coroutine_threadsafe(link.shutdown(), link.loop).result(seconds)
             else:
-                link.cut(min(LINGER_MS, int(1000 * seconds)))
+                link.shut_down_without_loop(min(LINGER_MS, int(1000 * seconds)))
         except Exception:
             logger.exception("could not shut down a bus at exit")
 
 
-class Order(asyncio.Lock):
+class FairLock(asyncio.Lock):
     """A lock that coroutines get in order, within a time limit. ``waiting`` counts those that do not have it yet."""
 
     waiting = 0

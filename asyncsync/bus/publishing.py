@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from asyncsync.bus.carrier import Carrier, Member, Source
-from asyncsync.bus.link import INLINE_BYTES, Link, Order
+from asyncsync.bus.link import INLINE_BYTES, Link, FairLock
 from asyncsync.bus.status import Life, TrainerObserver
 from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
@@ -94,7 +94,7 @@ class Publishing(Link):
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         self.observer = TrainerObserver(machine.progress.awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
-        self.order = Order()
+        self.publish_lock = FairLock()
         self.served: dict[bytes, Carrier] = {}
         self.steady: SteadyTrainer | None = None
         self.is_busy = False
@@ -148,11 +148,11 @@ class Publishing(Link):
         def late() -> str:  # the publication before this one may be waiting for a slot
             return f"another publication is still running: {self._why_full(self._full)}"
 
-        await self.order.acquire_until(deadline, late)
+        await self.publish_lock.acquire_until(deadline, late)
         life: Life | None = None
         try:
             begun = self.loop.time()
-            self.check()
+            self.check_usable()
             self.caught_up()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
@@ -173,8 +173,8 @@ class Publishing(Link):
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, life)
             for job in jobs:
-                self.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                await self.run(job.pack, job.slab.nbytes)
+                self.check_usable()  # the thread of a link that was shut down meanwhile would start, and stay
+                await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
                 if job.slab.nbytes > INLINE_BYTES:
                     begun = self.loop.time()  # this thread has rested
             observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
@@ -186,7 +186,7 @@ class Publishing(Link):
                         slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
                         if type(transport).serve is not Carrier.serve:
                             self.served[descriptor] = transport
-            self.check()
+            self.check_usable()
             self.end_staged()
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
             observer.published(life, version, machine.epoch)
@@ -199,8 +199,8 @@ class Publishing(Link):
                 for job in jobs:
                     job.slab.release()
             finally:
-                self.order.release()
-        self.settle()
+                self.publish_lock.release()
+        self.act_on_changes()
         return version
 
     async def _publish_packing(
@@ -225,7 +225,7 @@ class Publishing(Link):
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
             self.observer.published(life, version, self.machine.epoch)
-            self.settle()
+            self.act_on_changes()
 
             def pack_all() -> None:
                 progress = partial(self.call_from_thread, self.packed)
@@ -240,8 +240,8 @@ class Publishing(Link):
                 targets.forget(replaced)
             else:
                 self.machine.abandon(version, replaced)
-                self.settle()
-        self.check()
+                self.act_on_changes()
+        self.check_usable()
         return version
 
     def end_staged(self) -> None:
@@ -255,7 +255,7 @@ class Publishing(Link):
             with self.guard():
                 self.caught_up()
                 self.machine.packed()
-                self.settle()
+                self.act_on_changes()
 
     async def _acquire(
         self,
@@ -289,7 +289,7 @@ class Publishing(Link):
             return acquire()
         memory = None  # a tensor may get other memory while this waits
         await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
-        slab: Slab = await self.run(acquire, layout.nbytes)
+        slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
@@ -354,7 +354,7 @@ class Publishing(Link):
             if not self.closed:
                 self.caught_up()
                 self.machine.undeliverable(worker, nonce, descriptor, error)
-                self.settle()
+                self.act_on_changes()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
@@ -399,15 +399,15 @@ class Publishing(Link):
         self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
         """Publish weights for all workers, without metadata; :meth:`complete` is to follow. Returns the version; None:
-        this takes the general way, and nothing was done. Raises as :meth:`check`."""
-        self.check()
+        this takes the general way, and nothing was done. Raises as :meth:`check_usable`."""
+        self.check_usable()
         if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or len(sources) > 1:
             return None
         [(model_id, flat)] = sources.items()
         if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
-        if self.waiters or self.order.waiting or self.order.locked() or self.timer is None:
+        if self.waiters or self.publish_lock.waiting or self.publish_lock.locked() or self.timer is None:
             return None
         if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
             return None
@@ -473,7 +473,7 @@ class Publishing(Link):
                 await waiter
                 return not steady.waiting
         self.caught_up()
-        self.settle()  # tells those who have not been told
+        self.act_on_changes()  # tells those who have not been told
         return False
 
     def pause(self) -> None:

@@ -223,7 +223,7 @@ def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
 # -- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def trainer_figures(report: Report, published: int) -> list[Metric]:
+def trainer_metrics(report: Report, published: int) -> list[Metric]:
     """``published``: how many versions there have been."""
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
@@ -257,7 +257,7 @@ def trainer_figures(report: Report, published: int) -> list[Metric]:
     ]
 
 
-def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
+def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
     """``status`` is of one worker; ``applied`` has the version of each model."""
     [(worker, one)] = status.items()
     who, key = ("worker",), (str(worker),)
@@ -275,7 +275,7 @@ def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric
     ]
 
 
-def link_figures(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
+def link_metrics(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
     return [
         _counter("dropped_messages", "Messages that were dropped.", _by(dropped), ("reason",)),
         _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),

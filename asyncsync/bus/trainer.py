@@ -16,7 +16,7 @@ from asyncsync.arguments import check_count
 from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.status import BusStatus, Reporter, trainer_figures, worker_status
+from asyncsync.bus.status import BusStatus, Reporter, trainer_metrics, worker_status
 from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
@@ -139,8 +139,8 @@ class TrainerLink(Publishing):
         workers = sorted({*machine.membership.expected(), *machine.peers, *machine.behind.workers})
         return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
-    def figures(self) -> list[Metric]:
-        return [*trainer_figures(self.report(), self.machine.version), *super().figures()]
+    def collect_metrics(self) -> list[Metric]:
+        return [*trainer_metrics(self.report(), self.machine.version), *super().collect_metrics()]
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -337,18 +337,18 @@ class TrainerLink(Publishing):
                 assert self.admission is not None
                 self.admission.take(new.worker, key)
         except ProtocolError as error:
-            self.drop(error, "a worker")
+            self.count_dropped(error, "a worker")
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
             self._watch()
-        self.settle()
+        self.act_on_changes()
 
     def _answer(self, route: bytes, inquiry: Inquiry) -> None:
         """Whoever may connect may ask how everything is; nothing changes with that."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
             self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
             self._socket.flushed()
-        self.settle()
+        self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
         """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is answered then."""
@@ -357,7 +357,7 @@ class TrainerLink(Publishing):
         except ProtocolError as error:
             if isinstance(instruction, Hello):
                 self.machine.membership.refuse(route, instruction.nonce, str(error))
-                self.settle()
+                self.act_on_changes()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
             self._revoke()  # whoever has had the place: nobody would know of that key any more
@@ -398,11 +398,11 @@ class TrainerLink(Publishing):
             if self.observer.lives:
                 self.observer.heard(peer.worker, instruction)
         except ProtocolError as error:
-            self.drop(error, "a worker")
+            self.count_dropped(error, "a worker")
             return
         if type(instruction) is Released:
             self._watch()
-        self.settle()
+        self.act_on_changes()
 
     def _watch(self) -> None:
         """One process watch per co-located worker incarnation; no side channel to one that is gone."""
@@ -425,7 +425,7 @@ class TrainerLink(Publishing):
                 self.side_channels.of[nonce].drain()  # its last messages
             self.caught_up().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
             self._watch()
-            self.settle()
+            self.act_on_changes()
 
     def _tick(self, now: float) -> None:
         self.caught_up()
@@ -451,15 +451,15 @@ class TrainerLink(Publishing):
                 seconds, sorted(waiting), version,
             )  # fmt: skip
 
-    def settle(self) -> None:
+    def act_on_changes(self) -> None:
         if self.observer.lives:
             self.observer.check()
         self.notify()
-        self._depart()
-        if self.settled is not None:
-            self.settled()
+        self._send_outbox()
+        if self.on_change is not None:
+            self.on_change()
 
-    def _depart(self) -> None:
+    def _send_outbox(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
         if self.timer is None:
             self._set_timer(self.loop.time())
@@ -533,7 +533,7 @@ class TrainerLink(Publishing):
         if self.closed:
             return
         self.closed = True
-        self._say_goodbye()
+        self._send_bye()
         self._close_all(LINGER_MS)
         self.notify()
         try:
@@ -541,17 +541,17 @@ class TrainerLink(Publishing):
         finally:
             self._release()
 
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         if self.steady is not None:
             self.steady.waiter = None  # the loop is over: nobody can be woken any more
-        return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
+        return [self._send_bye, partial(self._close_all, linger_ms), self._release]
 
-    def _say_goodbye(self) -> None:
+    def _send_bye(self) -> None:
         self.observer.close()
         for pool in self.pools:  # a publication that is under way must not get what workers are still reading
             pool.close()
         self.caught_up().close()
-        self._depart()
+        self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():

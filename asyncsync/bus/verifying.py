@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from asyncsync.bus.applying import Applying
-from asyncsync.bus.link import Order
+from asyncsync.bus.link import FairLock
 from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verification, Verified
@@ -106,7 +106,7 @@ class WorkerVerifying:
         if not self._link.closed:
             with self._link.guard():
                 self._link.machine.answer(question, version, digests, problem)
-                self._link.settle()
+                self._link.act_on_changes()
 
     async def _look(self, question: Verify) -> tuple[int, list[bytes]]:
         """The version that a model shows, and its digests. Raises SchemaMismatch: why there is nothing to compare."""
@@ -141,7 +141,7 @@ class TrainerVerifying:
     """Compares what workers' models hold with what they should have."""
 
     _link: Publishing
-    _order: Order = field(default_factory=Order)
+    _order: FairLock = field(default_factory=FairLock)
 
     async def verify(self, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
         """The names that differ, for each of these workers. Raises AckTimeout if another call has not ended in time;
@@ -171,7 +171,7 @@ class TrainerVerifying:
             found |= {worker: NotComparable(why) for worker, why in states.items() if isinstance(why, str)}
             current = {worker: target for worker, target in states.items() if isinstance(target, Target)}
             verification = machine.verify(model_id, current, link.loop.time())
-            link.settle()
+            link.act_on_changes()
             known |= await self._own({w: t for w, t in current.items() if (w, t.version) not in known})
             await self._answered(verification, deadline)
             found |= {worker: NotComparable(problem) for worker, problem in verification.problems.items()}

@@ -15,7 +15,7 @@ import zmq
 from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import LINGER_MS
-from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_figures
+from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_metrics
 from asyncsync.bus.steady import SteadyWorker
 from asyncsync.bus.verifying import WorkerVerifying
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
@@ -113,20 +113,20 @@ class WorkerLink(Applying, Memory):
             self.manual.add(model_id)
         self.machine.takes = takes
         self.machine.register(model_id, binding, self.loop.time())
-        self.settle()
+        self.act_on_changes()
 
     async def unregister(self, model_id: str) -> None:
         """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
         self.manual.discard(model_id)
         self.cascade.remove(model_id)
         self.machine.unregister(model_id, self.loop.time())
-        self.settle()
+        self.act_on_changes()
         # Until the gate has done with what it had begun with:
         await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
         if await self._detach([model_id]) and not self.closed:
             del self.transports[model_id]
             self.machine.holdings.take_out(model_id)
-            self.settle()
+            self.act_on_changes()
 
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
@@ -143,10 +143,10 @@ class WorkerLink(Applying, Memory):
             if self.loop.time() >= deadline:
                 raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
             await asyncio.sleep(GATE_POLL)
-            self.check()
+            self.check_usable()
             staged.abandon()
         self.machine.register(model_id, binding, self.loop.time())
-        self.settle()
+        self.act_on_changes()
 
     @property
     def is_lost(self) -> bool:
@@ -160,14 +160,14 @@ class WorkerLink(Applying, Memory):
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.machine.session.ended is None:
             self.machine.connected(self.loop.time())
-            self.settle()
+            self.act_on_changes()
 
     def _disconnected(self) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
             self.side_channel.close()
         self.machine.disconnected()
-        self.settle()
+        self.act_on_changes()
 
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
@@ -179,7 +179,7 @@ class WorkerLink(Applying, Memory):
         try:
             frames = split(packet)
         except ProtocolError as error:
-            self.drop(error, "the sender")
+            self.count_dropped(error, "the sender")
             return
         self._take_in(frames, read)
 
@@ -211,8 +211,8 @@ class WorkerLink(Applying, Memory):
                 self.observer.heard(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
-            self.drop(error, "the sender")
-            self.settle()
+            self.count_dropped(error, "the sender")
+            self.act_on_changes()
             return
         if type(instruction) is Bye and self.machine.session.ended is None:
             self.trainer_lost = True  # it writes nothing any more, and there may be another
@@ -220,7 +220,7 @@ class WorkerLink(Applying, Memory):
             self._watch_trainer()
             self._open_side_channel()
             self._subscribe()
-        self.settle()
+        self.act_on_changes()
         if type(instruction) is Again and not self.closed and not self.observer.follows:
             self._begin_steady(instruction)
 
@@ -244,8 +244,8 @@ class WorkerLink(Applying, Memory):
                 # Bytes of no use yet, on a connection that is too slow for those that are; :meth:`_tick` comes back.
                 self.whereabouts.unsubscribe()
         except ProtocolError as error:
-            self.drop(error, "the sender")
-        self.settle()
+            self.count_dropped(error, "the sender")
+        self.act_on_changes()
 
     def _begin_steady(self, again: Again) -> None:
         """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
@@ -275,7 +275,7 @@ class WorkerLink(Applying, Memory):
         machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self.show, straight)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
-        """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
+        """The fast path has applied an update: send APPLIED, and do what :meth:`act_on_changes` does."""
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((done,))):
             self.whereabouts.send((done,))
@@ -307,10 +307,10 @@ class WorkerLink(Applying, Memory):
         status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason, **self.waiting(models))
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
-    def figures(self) -> list[Metric]:
+    def collect_metrics(self) -> list[Metric]:
         models = list(self.machine.models)
         applied = {model_id: self.acting([model_id]).version for model_id in models}
-        return [*worker_figures(self.status(models), applied), *super().figures()]
+        return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
 
     def _open_side_channel(self) -> None:
         path = side_channel_path(self.whereabouts.endpoint)
@@ -342,7 +342,7 @@ class WorkerLink(Applying, Memory):
             self._subscribe()
         self.whereabouts.tick(now)
 
-    def settle(self) -> None:
+    def act_on_changes(self) -> None:
         now, machine = self.loop.time(), self.machine
         if self.observer.follows:
             self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
@@ -357,14 +357,14 @@ class WorkerLink(Applying, Memory):
             task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        self._send_all()
+        self._send_outbox()
         self.notify()
         if self.timer is None:
             self._set_timer(now)
-        if self.settled is not None:
-            self.settled()
+        if self.on_change is not None:
+            self.on_change()
 
-    def _send_all(self) -> None:
+    def _send_outbox(self) -> None:
         self.machine.flush()
         outbox = self.machine.outbox
         if not self.machine.session.online:
@@ -418,7 +418,7 @@ class WorkerLink(Applying, Memory):
         self.machine.fetched(serial, index, slab, failure, self.loop.time())
         del failure  # its traceback refers to this frame, and to the slab's memory
         if not self.closed:
-            self.settle()
+            self.act_on_changes()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -452,7 +452,7 @@ class WorkerLink(Applying, Memory):
         if self.closed:
             return
         self.machine.bye("shutdown", reads=reads)
-        self._send_all()
+        self._send_outbox()
         self.closed = True
         others = self.cascade.task, self.whereabouts.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
@@ -472,13 +472,13 @@ class WorkerLink(Applying, Memory):
             finally:
                 self.machine.close()
 
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         # What the model has of the trainer's memory stays, and the BYE reports it: the model outlives this link.
-        return [self.machine.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
+        return [self.machine.leave, self._send_bye, partial(self._close_all, linger_ms)]
 
-    def _say_goodbye(self) -> None:
+    def _send_bye(self) -> None:
         self.machine.bye("shutdown", reads=True)
-        self._send_all()
+        self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
         self.whereabouts.close(linger_ms)
@@ -499,5 +499,5 @@ def guest_link(
     """A link on the running loop that takes every model of a sender. Raises NotConnected if it cannot connect."""
     place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
     link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
-    link.settle()  # from now on it looks for the sender, at each of its addresses
+    link.act_on_changes()  # from now on it looks for the sender, at each of its addresses
     return link

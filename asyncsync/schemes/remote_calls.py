@@ -343,7 +343,7 @@ class RPCCore(RemoteCallCore):
         machine = link.caught_up()
         machine.serve(self.topic, loop.time())
         machine.assemble(self.topic)  # workers that were not called yet are not waited for
-        link.settle()
+        link.act_on_changes()
         if initial is not None:
             deadline = loop.time() + timeout
             await link.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)

@@ -720,7 +720,7 @@ class Scheme(ABC):
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
             link.caught_up().serve(self.topic, start)
-            link.settle()
+            link.act_on_changes()
         await link.wait_for_workers([self.topic], version, timeout, start + timeout, self._bus.starting)
         self.is_registered = True
 
