@@ -55,7 +55,7 @@ class Applying(Link):
         self.transports: dict[str, Carrier] = {}  # by model
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.manual: set[str] = set()
-        self.wanted: list[str] = []
+        self.receiving: list[str] = []
         self.copying = 0
         self.cascade = Cascade()
         self._offered: list[Staging] = []  # what the gate has, unless it has done with it
@@ -69,7 +69,7 @@ class Applying(Link):
         # A new dict, because other threads may be looking at this one. A relay sees by it that something is new.
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
-    def acting(self, models: Iterable[str]) -> Acting:
+    def newest_shown(self, models: Iterable[str]) -> Acting:
         """The newest that one of these models shows; its version is 0 where there is none. From any thread."""
         shown = self.shown
         none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
@@ -77,9 +77,9 @@ class Applying(Link):
 
     # -- through the gate ----------------------------------------------------------------------------------------------
 
-    def goes_straight(self, model_id: str) -> bool:
+    def needs_only_gate(self, model_id: str) -> bool:
         """Whether updates of this model wait for readers only, and are passed on to nobody."""
-        return self.cascade.task is None and model_id not in self.manual and not self.cascade.concerns((model_id,))
+        return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
 
     def stop_applying(self) -> None:
         """Nothing more is applied or passed on from here."""
@@ -88,23 +88,23 @@ class Applying(Link):
             if timer is not None:
                 timer.cancel()
 
-    def _offer(self) -> None:
+    def _offer_to_gate(self) -> None:
         if self.cascade.task is not None or self.closed or self.machine.leaving:
             return
-        passing = self._ready() if self.manual else self.machine.staged.copy()
+        passing = self._ready_for_gate() if self.manual else self.machine.staged.copy()
         if not passing or passing == self._offered:
             return
         self._offered = passing
-        later = partial(self._conclude_later, passing)
-        update = Writer(partial(self._pass, passing), lambda error: self.call_from_thread(later))
+        later = partial(self._report_results_on_loop, passing)
+        update = Writer(partial(self._apply_all, passing), lambda error: self.call_from_thread(later))
         if self.gate.try_apply(update):
-            self._conclude(passing)
+            self._report_results(passing)
             return
         self.gate.offer(update.apply, update.done)
         if self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
-    def _ready(self) -> list[Staging]:
+    def _ready_for_gate(self) -> list[Staging]:
         """What is staged, without what is to wait for ``receive``. An update may go before an older one that waits;
         what both bring, the older one then brings no more."""
         ready: list[Staging] = []
@@ -120,9 +120,9 @@ class Applying(Link):
 
     def _awaits_receive(self, staging: Staging) -> bool:
         takes = self.machine.takes
-        return any(m in self.manual and (takes or m not in self.wanted) for m in staging.parts)
+        return any(m in self.manual and (takes or m not in self.receiving) for m in staging.parts)
 
-    def _pass(self, passing: list[Staging]) -> None:
+    def _apply_all(self, passing: list[Staging]) -> None:
         """Called by the gate, in whatever thread: apply one after the other. One that fails keeps none of the others
         back. After an interrupt the gate calls once more: then what is over already is left out."""
         for staging in passing:
@@ -136,33 +136,33 @@ class Applying(Link):
                         self.show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def _conclude(self, passed: list[Staging]) -> None:
+    def _report_results(self, passed: list[Staging]) -> None:
         if self._offered is passed:
             self._offered = []
         for staging in passed:
             if staging.heard or staging.abandoned:
                 continue
             staging.heard = True
-            if staging.error is None and self.cascade.concerns(staging.parts):
+            if staging.error is None and self.cascade.applies_to(staging.parts):
                 # Nothing newer goes through the gate until those below have this one, and it counts as applied.
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                self.cascade.begin(slabs, partial(self._conclude_later, passed, staging))
+                self.cascade.begin(slabs, partial(self._report_results_on_loop, passed, staging))
                 return
             self._report_result(staging, staging.error)
 
-    def _conclude_later(
+    def _report_results_on_loop(
         self, passed: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
     ) -> None:
         """The same as a callback of the loop, perhaps when one of them was passed on."""
         with self.guard():
             if passed_on is not None:
                 self._report_result(passed_on, failure)
-            self._conclude(passed)
+            self._report_results(passed)
             if not self.closed:
                 self.act_on_changes()
 
     def _report_result(self, staging: Staging, error: Exception | None) -> None:
-        if self.observer.follows:
+        if self.observer.has_listeners:
             self.observer.finished(staging, error)
         if error is not None:
             self.machine.failed(staging, error)
@@ -189,7 +189,7 @@ class Applying(Link):
             if self.gate.pending:
                 self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
-    def _withdraw(self) -> None:
+    def _withdraw_unwanted(self) -> None:
         """Nobody receives any more: a manual update that the gate has not begun with waits again."""
         if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
             self._offered = []
@@ -198,7 +198,7 @@ class Applying(Link):
 
     # -- taken by the user's code --------------------------------------------------------------------------------------
 
-    def waiting(self, models: Iterable[str]) -> dict[str, Any]:
+    def unapplied_status(self, models: Iterable[str]) -> dict[str, Any]:
         """What a status says of versions that are not applied yet."""
         machine = self.machine
         ready = [*machine.staged, *([] if machine.held is None else [machine.held])]
@@ -220,7 +220,7 @@ class Applying(Link):
             now = epoch_text(session.epoch)
             if machine.taken is not None or (epoch in (None, now) and machine.has(model_id, version)):
                 return True
-            self._here([model_id])
+            self._registered([model_id])
             if epoch is not None and epoch < now:
                 newest = machine.targets.get(model_id, 0)
                 raise Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
@@ -238,10 +238,10 @@ class Applying(Link):
             what = "a new version" if version is None else f"version {version}"
             raise AckTimeout(
                 f"worker {machine.worker} could not take {what} of {model_id!r} within {timeout:g} s: "
-                f"{self._why_not_here(model_id, version, epoch)}"
+                f"{self._why_not_taken(model_id, version, epoch)}"
             )
         taken = machine.take(model_id, version)
-        if self.observer.follows:
+        if self.observer.has_listeners:
             self.observer.taken(taken.staging)
         return taken
 
@@ -257,7 +257,7 @@ class Applying(Link):
             if error is None and not unused:
                 raise ClosedError("this scheme was shut down while a version was taken")
             return
-        if self.observer.follows and not unused:
+        if self.observer.has_listeners and not unused:
             self.observer.finished(staging, None if error is None else as_exception(error))
         self._clean_soon(staging)
         self.act_on_changes()
@@ -268,7 +268,7 @@ class Applying(Link):
                 f"gone: another one has begun epoch {now}. What was taken is applied; take what there is now"
             )
 
-    def _why_not_here(self, model_id: str, version: int | None, epoch: str | None) -> str:
+    def _why_not_taken(self, model_id: str, version: int | None, epoch: str | None) -> str:
         machine = self.machine
         if epoch is not None and epoch != (now := epoch_text(machine.session.epoch)):
             return f"the sender's epoch is {now or 'not known yet'}, not {epoch}"
@@ -277,7 +277,7 @@ class Applying(Link):
         if machine.session.welcomed and model_id in machine.session.served:
             target = machine.targets.get(model_id, 0)
             return f"the sender has said that there is version {target}" if target else "the sender has published none"
-        return self._why(model_id)
+        return self._why_not_yet(model_id)
 
     # -- what callers wait for -----------------------------------------------------------------------------------------
     #
@@ -289,7 +289,7 @@ class Applying(Link):
         held = self.machine.holdings.held.get(model_id)
         return None if held is None else held[:2]
 
-    async def _until(
+    async def _wait_receiving(
         self,
         is_over: Callable[[], bool],
         timeout: float | None,
@@ -301,7 +301,7 @@ class Applying(Link):
         if there is none. Meanwhile, updates of these models that wait for ``receive`` go through the gate. ``again``
         repeats a request, which may get lost."""
         deadline = None if timeout is None else self.loop.time() + timeout
-        self.wanted += models
+        self.receiving += models
         try:
             while True:
                 self.act_on_changes()
@@ -317,10 +317,10 @@ class Applying(Link):
                     return False
         finally:
             for model_id in models:
-                self.wanted.remove(model_id)
-            self._withdraw()
+                self.receiving.remove(model_id)
+            self._withdraw_unwanted()
 
-    def _here(self, models: Iterable[str]) -> list[str]:
+    def _registered(self, models: Iterable[str]) -> list[str]:
         """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
         if here := [model_id for model_id in models if model_id in self.machine.models]:
             return here
@@ -328,11 +328,11 @@ class Applying(Link):
 
     def _check_ended(self) -> None:
         if (ended := self.machine.session.ended) is not None:
-            raise _again(ended)
+            raise _copy_of(ended)
 
     def _check_refused(self, model_id: str) -> None:
         if (refusal := self.machine.session.refused.get(model_id)) is not None:
-            raise _again(refusal)
+            raise _copy_of(refusal)
 
     def _check_failed(self, model_id: str, version: int = 0) -> None:
         """Raise why this version of a model, or a newer one, could not be applied, if one could not."""
@@ -340,7 +340,7 @@ class Applying(Link):
         if error is not None and failed >= version:
             raise error.with_traceback(where)  # without the frames of those that it has been raised to before
 
-    def _has(self, model_id: str, version: int) -> bool:
+    def _has_applied(self, model_id: str, version: int) -> bool:
         """Whether a model holds this version, or a newer one. Raises why it will not, if so."""
         if self.machine.holdings.version(model_id) >= version:
             return True
@@ -349,16 +349,16 @@ class Applying(Link):
         self._check_failed(model_id, version)
         return False
 
-    def _has_served(self, model_id: str, version: int) -> bool:
-        """As :meth:`_has`, but a refusal counts only while the trainer still serves what was refused."""
+    def _has_applied_served(self, model_id: str, version: int) -> bool:
+        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves what was refused."""
         if (mismatch := self.machine.session.mismatch(model_id)) is not None:
-            raise _again(mismatch)
+            raise _copy_of(mismatch)
         if self.machine.holdings.version(model_id) >= version:
             return True
         self._check_failed(model_id, version)
         return False
 
-    def _why(self, model_id: str) -> str:
+    def _why_not_yet(self, model_id: str) -> str:
         machine = self.machine
         if not machine.session.online:
             return self.whereabouts.why_not()
@@ -380,7 +380,7 @@ class Applying(Link):
         machine, session = self.machine, self.machine.session
 
         def is_settled() -> bool:
-            self._here([model_id])
+            self._registered([model_id])
             # The trainer may have taken its weights back since then, and left, because they do not fit.
             if not machine.holdings.version(model_id):
                 self._check_refused(model_id)
@@ -396,7 +396,7 @@ class Applying(Link):
             self._check_ended()
         machine.check_again(model_id, self.loop.time())
         self._check_refused(model_id)  # the trainer's layout has not fitted, and does not by now
-        in_time = await self._until(is_settled, deadline - self.loop.time(), model_id)
+        in_time = await self._wait_receiving(is_settled, deadline - self.loop.time(), model_id)
         if in_time and machine.takes:
             ask = partial(session.request, root=True)
             asked = ask()
@@ -404,11 +404,11 @@ class Applying(Link):
             def answered() -> bool:
                 return session.answered(asked, root=True) or session.ended is not None
 
-            in_time = await self._until(answered, deadline - self.loop.time(), again=ask)
+            in_time = await self._wait_receiving(answered, deadline - self.loop.time(), again=ask)
         if not in_time:
             raise NotConnected(
                 f"worker {machine.worker} is not connected after {timeout:g} s: "
-                f"{self._why(model_id)}. connect() may be called again"
+                f"{self._why_not_yet(model_id)}. connect() may be called again"
             )
         is_settled()  # it may have come to its end meanwhile
 
@@ -420,11 +420,11 @@ class Applying(Link):
             mark = self.mark(model_id)
             if mark is not None and (after is None or mark > after):
                 return True
-            self._here([model_id])
+            self._registered([model_id])
             self._check_ended()
             return False
 
-        return self.mark(model_id) if await self._until(is_newer, timeout, model_id) else None
+        return self.mark(model_id) if await self._wait_receiving(is_newer, timeout, model_id) else None
 
     async def wait_current(self, model_id: str, timeout: float) -> Mark:
         """Request what this worker should have, and wait until it has that."""
@@ -433,15 +433,15 @@ class Applying(Link):
         first = session.request()
 
         def is_current() -> bool:
-            self._here([model_id])
+            self._registered([model_id])
             self._check_ended()
             target = machine.targets.get(model_id, 0)
-            return session.answered(first) and self._has_served(model_id, target) and target > 0
+            return session.answered(first) and self._has_applied_served(model_id, target) and target > 0
 
         def late() -> str:
-            return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
+            return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why_not_yet(model_id)}"
 
-        await self._until(is_current, timeout, model_id, again=session.request, late=late)
+        await self._wait_receiving(is_current, timeout, model_id, again=session.request, late=late)
         return machine.holdings.held[model_id][:2]
 
     async def wait_reached(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
@@ -449,16 +449,16 @@ class Applying(Link):
         models that switch together, the ``others`` must be named."""
 
         def is_reached() -> bool:
-            self._here([model_id])
-            return self._has(model_id, version)
+            self._registered([model_id])
+            return self._has_applied(model_id, version)
 
         def late() -> str:
             return (
                 f"worker {self.machine.worker} was called for version {version} of {model_id!r}, which did not arrive "
-                f"within {timeout:g} s: {self._why(model_id)}"
+                f"within {timeout:g} s: {self._why_not_yet(model_id)}"
             )
 
-        await self._until(is_reached, timeout, model_id, *others, late=late)
+        await self._wait_receiving(is_reached, timeout, model_id, *others, late=late)
         return self.machine.holdings.held[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
@@ -467,8 +467,8 @@ class Applying(Link):
 
         def are_applied() -> bool:
             due = [m for m in models if machine.targets.get(m, 0) >= version]
-            here = self._here(models)
-            lacking = [m for m in due if m in here and not self._has(m, version)]
+            here = self._registered(models)
+            lacking = [m for m in due if m in here and not self._has_applied(m, version)]
             if due and not lacking:
                 return True
             self._check_ended()
@@ -495,12 +495,12 @@ class Applying(Link):
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
                 least.update({m: machine.targets.get(m, 0) - max_lag for m in models})
-            for model_id in least.keys() - self._here(models):
+            for model_id in least.keys() - self._registered(models):
                 del least[model_id]
-            lacking = [m for m, v in least.items() if not self._has_served(m, v)]
+            lacking = [m for m, v in least.items() if not self._has_applied_served(m, v)]
             return bool(least) and not lacking
 
-        while await self._until(is_near, deadline - self.loop.time(), *models, again=ask):
+        while await self._wait_receiving(is_near, deadline - self.loop.time(), *models, again=ask):
             if session.epoch == epoch:
                 return min(holdings.version(m) for m in least)
             least.clear()
@@ -516,7 +516,7 @@ class Applying(Link):
         models = list(models)
 
         def has_acted() -> bool:
-            if self.acting(models).origin >= version:
+            if self.newest_shown(models).origin >= version:
                 return True
             self._check_ended()
             return False
@@ -524,7 +524,7 @@ class Applying(Link):
         if not await self.wait(has_acted, timeout):
             raise AckTimeout(
                 f"worker {self.machine.worker} did not act with version {version} within {timeout:g} s, but with "
-                f"{self.acting(models).origin}"
+                f"{self.newest_shown(models).origin}"
             )
 
     async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
@@ -540,7 +540,7 @@ class Applying(Link):
                 self.act_on_changes()  # the trainer may be waiting for it
 
 
-def _again(error: WeightSyncError) -> WeightSyncError:
+def _copy_of(error: WeightSyncError) -> WeightSyncError:
     """A fresh exception with the same message: raising one object from several places would pile up tracebacks."""
     return type(error)(*error.args)
 
@@ -565,10 +565,10 @@ class Cascade:
     def remove(self, model_id: str) -> None:
         self._contexts.pop(model_id, None)
 
-    def concerns(self, models: Iterable[str]) -> bool:
-        return bool(self._contexts) and not self._closed and bool(self._of(models))
+    def applies_to(self, models: Iterable[str]) -> bool:
+        return bool(self._contexts) and not self._closed and bool(self._active_contexts(models))
 
-    def _of(self, models: Iterable[str]) -> list[Any]:
+    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
         """The contexts of these models that have workers: read at each update, as a collector may get them later."""
         found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
         return [context for context in found.values() if getattr(context, "cascades", True)]
@@ -581,7 +581,7 @@ class Cascade:
     async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         failure: Exception | None = None
         try:
-            for context in self._of(slabs):
+            for context in self._active_contexts(slabs):
                 await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
         except BaseException as error:
             if self._closed:

@@ -31,7 +31,7 @@ class Carrier:
     supports_timeout: bool = True
     pool: SlabPool | None = None
     bound_to: weakref.ref[Any] | None = None  # the scheme for which the methods that TorchRL documents act
-    holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
+    receives_into_own_slabs: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
         """Sender: make a packed slab available to these workers (None: all).
@@ -140,7 +140,7 @@ Source = FlatWeights | Mapping[int, FlatWeights]
 
 
 @dataclass(frozen=True)
-class Taken:
+class Extracted:
     """A model's weights whose values were taken already, in the thread of the caller of a blocking method."""
 
     source: Source

@@ -28,7 +28,7 @@ from asyncsync.arguments import (
     declared,
     described,
 )
-from asyncsync.bus.carrier import Calls, Member, Source, Taken
+from asyncsync.bus.carrier import Calls, Extracted, Member, Source
 from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
@@ -196,16 +196,16 @@ class BusCore:
         self._link: TrainerLink | WorkerLink | None = None
         self.gate: Gate | None = None
         self._worker: int | None = None
-        self._late = False
+        self._index_comes_late = False
         self.introduction: Introduction | None = None  # a worker's
         self.find_sender: Find | None = None  # the successor of the one that it was introduced to
-        self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
-        self.starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
+        self._constructor_num_workers = self.num_workers  # by the constructor; init_on_sender() may set it instead
+        self.starting_processes: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
-        self._preparing = FairLock()  # held by a publication until it is ready to be packed
-        self.carried = 0  # the version that a sender counts on from
-        self._converted: BusCore | None = None
+        self._extraction_lock = FairLock()  # held by a publication until it is ready to be packed
+        self.loaded_version = 0  # the version that a sender counts on from
+        self._other_api_copy: BusCore | None = None
         # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
@@ -257,7 +257,7 @@ class BusCore:
         if self.is_shut_down:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
-            self.agree_on_workers(num_workers, private=scheme.has_own_bus)
+            self.set_num_workers(num_workers, private=scheme.has_own_bus)
         self.role, self.pid = role, os.getpid()
         self.schemes = {t: s for t, s in self.schemes.items() if s is not scheme} | {topic: scheme}
         if role == "receiver" and self.gate is None:
@@ -266,11 +266,11 @@ class BusCore:
     def for_receiver(self, worker: int | None) -> BusCore:
         # The bus that schemes pickled apart share in this worker.
         if worker is None or self.role == "sender":
-            self._late = True
+            self._index_comes_late = True
             return self
-        return self._shared_here(worker)
+        return self._shared_in_process(worker)
 
-    def _shared_here(self, worker: int) -> BusCore:
+    def _shared_in_process(self, worker: int) -> BusCore:
         """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
         if some of them are asynchronous, others blocking."""
         key = (self.uid, worker, os.getpid())
@@ -284,17 +284,17 @@ class BusCore:
             )
         return shared
 
-    def agree_on_workers(self, num_workers: int, *, private: bool) -> None:
+    def set_num_workers(self, num_workers: int, *, private: bool) -> None:
         # Give this bus its num_workers. private: no other scheme may join it. Raises ValueError: it has others
         # already, or too few for its quorum.
         check_count("num_workers", num_workers)
-        given = self._constructed if private and self._link is None else self.num_workers
+        given = self._constructor_num_workers if private and self._link is None else self.num_workers
         if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
             raise _disagreement("num_workers", self.num_workers, num_workers)
         check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
 
-    def agree_on_least(self, min_workers: int, *, private: bool) -> None:
+    def set_min_workers(self, min_workers: int, *, private: bool) -> None:
         # The same for min_workers.
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
@@ -302,21 +302,21 @@ class BusCore:
         check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
 
-    def twin(self, kind: type[BusCore]) -> BusCore:
+    def with_other_api(self, kind: type[BusCore]) -> BusCore:
         # A copy with the other API; the schemes of one bus that are converted share it.
-        twin = self._converted
-        if twin is None or twin.is_shut_down or type(twin) is not kind:
-            twin = self._converted = kind.__new__(kind)
-            twin.__setstate__(self.__getstate__())
-        twin.carried = max(twin.carried, self.carried)
-        return twin
+        copy = self._other_api_copy
+        if copy is None or copy.is_shut_down or type(copy) is not kind:
+            copy = self._other_api_copy = kind.__new__(kind)
+            copy.__setstate__(self.__getstate__())
+        copy.loaded_version = max(copy.loaded_version, self.loaded_version)
+        return copy
 
     @property
     def link(self) -> TrainerLink | WorkerLink | None:
         # The connection; None: there is none yet.
         return self._link
 
-    def look(self, function: Callable[[], T]) -> T:
+    def read_link(self, function: Callable[[], T]) -> T:
         # Read the link's state, where it does not change meanwhile.
         return function()
 
@@ -352,15 +352,15 @@ class BusCore:
                 self._settings(),
                 keyed=bool(host),
                 keys=self.keys,
-                monitoring=self.monitoring.here,
+                monitoring=self.monitoring.in_this_process,
             )
             link.origin = self._origin
-            link.carry_on(self.carried)
+            link.continue_from(self.loaded_version)
             self._link = link
-            link.shut_down_with_loop(weakref.WeakMethod(self._end_here))
+            link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.trainer_link()
 
-    def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
+    def set_origin(self, origin: Callable[[], tuple[int, bytes]]) -> None:
         # Sender: what is published from now on stands for the version of the root of a tree that origin returns
         # when the values are taken, and has that one's metadata unless it is given some.
         self._origin = origin
@@ -371,7 +371,7 @@ class BusCore:
         self.check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and self._shared_here(worker) is not self:
+        if self._index_comes_late and self._shared_in_process(worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
@@ -385,13 +385,13 @@ class BusCore:
                 self._settings(),
                 self.gate,
                 None if self.keys is None else partial(self.keys.receiver, worker),
-                monitoring=self.monitoring.here,
+                monitoring=self.monitoring.in_this_process,
                 find=self.find_sender,
             )
-            self._link.shut_down_with_loop(weakref.WeakMethod(self._end_here))
+            self._link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.worker_link()
 
-    async def _end_here(self) -> None:
+    async def _shut_down_at_loop_end(self) -> None:
         self._why_closed = LOOP_ENDED
         await self._shutdown(EXIT_SECONDS)
 
@@ -414,14 +414,14 @@ class BusCore:
     # -- connecting and sending ----------------------------------------------------------------------------------------
 
     def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
-        self.starting = check_processes(processes)
+        self.starting_processes = check_processes(processes)
         if not self.schemes:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on each first"
             )
         check_timeout(timeout)
 
-    async def _initial(self) -> dict[str, Source | None]:
+    async def _initial_sources(self) -> dict[str, Source | None]:
         if self.role != "sender":
             return {}
         return {topic: await scheme.initial_source(None) for topic, scheme in self.schemes.items()}
@@ -441,7 +441,7 @@ class BusCore:
             else:
                 await scheme.connect_receiver(None, remaining)
 
-    async def _take(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
+    async def _extract(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
         """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
         models or workers, or none at all."""
         if not isinstance(weights, Mapping):
@@ -454,8 +454,8 @@ class BusCore:
         self.trainer_link().check_workers(workers)
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
-            is_taken = isinstance(given, Taken)
-            sources[topic] = given.source if is_taken else await self.schemes[topic].extract_source(given, workers)
+            is_extracted = isinstance(given, Extracted)
+            sources[topic] = given.source if is_extracted else await self.schemes[topic].extract_source(given, workers)
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
@@ -465,10 +465,11 @@ class BusCore:
                 )
         return sources
 
-    def _at_hand(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """What :meth:`_take` returns for everybody, where nothing has to be prepared, and nobody prepares; else
+    def _extract_at_once(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
+        """What :meth:`_extract` returns for everybody, where nothing has to be prepared, and nobody prepares; else
         nothing."""
-        if workers is not None or self._preparing.waiting or self._preparing.locked() or type(weights) is not dict:
+        lock = self._extraction_lock
+        if workers is not None or lock.waiting or lock.locked() or type(weights) is not dict:
             return {}
         found: dict[str, Source] = {}
         for topic, given in weights.items():
@@ -478,27 +479,28 @@ class BusCore:
             found[topic] = flat
         return found
 
-    async def _take_in_order(
+    async def _extract_in_order(
         self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
     ) -> dict[str, Source]:
-        """:meth:`_take`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
+        """:meth:`_extract`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
         must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
         between. Raises AckTimeout if the others have not been prepared within the timeout."""
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
-        await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
+        await self._extraction_lock.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
         try:
-            return await self._take(weights, workers)
+            return await self._extract(weights, workers)
         finally:
-            self._preparing.release()
+            self._extraction_lock.release()
 
     async def announce(
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
     ) -> int:
         # Snapshot and announce, for now or until it is committed; returns the version.
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
-        sources = self._at_hand(weights, workers) or await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
+        if not (sources := self._extract_at_once(weights, workers)):
+            sources = await self._extract_in_order(weights, workers, DEFAULT_TIMEOUT)
         return await self._publish(link, sources, workers, encoded, DEFAULT_TIMEOUT, stages=stages)
 
     async def await_staged(
@@ -507,7 +509,7 @@ class BusCore:
         # Sender: wait until workers have a version ready, or a newer one. Raises PartialSendError, which names each
         # worker that has not, and why; NotConnected if nobody is to get it; ValueError: it was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.check_issued(version)
         progress = machine.progress
         chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
@@ -515,7 +517,7 @@ class BusCore:
             raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
 
         def outcome() -> Outcome:
-            link.caught_up().check_open()
+            link.end_fast_path().check_open()
             machine.check_issued(version)
             return progress.of(version, chosen, models, staged=True)
 
@@ -527,11 +529,11 @@ class BusCore:
     ) -> None:
         # Sender: have what is staged applied, and wait until workers have done so. Raises ValueError: it is not staged.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         staged = machine.targets.staged
         machine.commit(version)
         assert staged is not None
-        link.observer.tell("publish.committed", link.observer.lives.get(version))
+        link.observer.emit("publish.committed", link.observer.traces.get(version))
         link.act_on_changes()
         if self.calls is not None:
             self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
@@ -540,9 +542,9 @@ class BusCore:
     def drop_staged(self, version: int) -> None:
         # Sender: what is staged goes to nobody. Raises ValueError: it is not staged.
         link = self.trainer_link()
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.check_staged(version)
-        link.end_staged()
+        link.observe_staged_drop()
         machine.drop()
         link.act_on_changes()
 
@@ -601,26 +603,26 @@ class BusCore:
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
-            if not (sources := self._at_hand(weights, workers)):
-                link.check_quorum(weights, workers, quorum)
-                sources = await self._take_in_order(weights, workers, timeout)
+            if not (sources := self._extract_at_once(weights, workers)):
+                link.require_workers(weights, workers, quorum)
+                sources = await self._extract_in_order(weights, workers, timeout)
             begun = link.loop.time()
             is_plain = workers is None and quorum is None and not (encoded or self.calls)
-            version = link.publish_steadily(sources, self.schemes, timeout) if is_plain else None
+            version = link.publish_on_fast_path(sources, self.schemes, timeout) if is_plain else None
             if version is not None:
                 if self.on_published is not None:
                     self.on_published(version, None)
-                if not await link.complete(version):
+                if not await link.complete_on_fast_path(version):
                     await link.wait_applied(version, None, list(sources), timeout, begun)
                 if link.observer.durations is not None:
                     link.observer.durations.observe(link.loop.time() - begun)
                 return version
-            there = link.check_quorum(sources, workers, quorum)
+            present = link.require_workers(sources, workers, quorum)
             version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
             waiting = workers or link.machine.membership.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
-        await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
+        await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, present)
         return version
 
     async def await_version(
@@ -675,7 +677,7 @@ class BusCore:
         bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return link.machine.published
-        return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
+        return link.newest_shown(models).version if isinstance(link, WorkerLink) else bus.loaded_version
 
     @property
     def epoch(self: ModelsOnBus) -> str:
@@ -700,7 +702,7 @@ class BusCore:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         bus, _ = self._bus_and_models()
-        bus.check_counts()
+        bus.check_not_receiver()
         return {"version": bus.version}
 
     def load_state_dict(self: ModelsOnBus, state: Mapping[str, int]) -> None:
@@ -713,13 +715,13 @@ class BusCore:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         bus, _ = self._bus_and_models()
-        bus.check_counts()
+        bus.check_not_receiver()
         version = state.get("version") if isinstance(state, Mapping) else None
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
             raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
         if bus.is_shut_down:
             raise ClosedError("this bus was shut down; construct another, and load the state into it")
-        bus.look(lambda: bus.carry_on(version))
+        bus.read_link(lambda: bus.continue_from(version))
 
     @property
     def closed(self: ModelsOnBus) -> bool:
@@ -733,37 +735,37 @@ class BusCore:
         """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
         sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
         bus, models = self._bus_and_models()
-        return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
+        return bus.read_link(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
     def hold_of(self, models: Collection[str]) -> Hold[Shown]:
         self.check_open("receiver")
         assert self.gate is not None
-        return Hold(self.gate, lambda: self.acting(models).shown)
+        return Hold(self.gate, lambda: self.newest_shown(models).shown)
 
-    def acting(self, models: Collection[str]) -> Acting:
+    def newest_shown(self, models: Collection[str]) -> Acting:
         # Receiver: the newest that these models show.
-        return self._link.acting(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
+        return self._link.newest_shown(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
         if isinstance(link := self._link, TrainerLink):
-            return decode_metadata(self.look(lambda: link.machine.targets.metadata))
-        return self.acting(models).shown.metadata
+            return decode_metadata(self.read_link(lambda: link.machine.targets.metadata))
+        return self.newest_shown(models).shown.metadata
 
-    def check_counts(self) -> None:
+    def check_not_receiver(self) -> None:
         if self.role == "receiver":
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
-    def carry_on(self, version: int) -> None:
+    def continue_from(self, version: int) -> None:
         link = self._link if isinstance(self._link, TrainerLink) else None
-        now = self.carried if link is None else link.machine.version
+        now = self.loaded_version if link is None else link.machine.version
         if version < now:
             raise ValueError(
                 f"this sender is at version {now} already, and versions never go back: version {version} cannot be "
                 "loaded; load a checkpoint before the first publication"
             )
-        self.carried = version
+        self.loaded_version = version
         if link is not None:
-            link.carry_on(version)
+            link.continue_from(version)
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -777,13 +779,13 @@ class BusCore:
 
     def report(self) -> Report:
         """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
-        return self.look(self.trainer_link().report)
+        return self.read_link(self.trainer_link().report)
 
     def newest_target(self) -> int:
         # Receiver: the newest version that its models show, or that any model is to have; 0: none.
         if not isinstance(link := self._link, WorkerLink):
             return 0
-        return max([link.acting(self.schemes).version, *list(link.machine.targets.values())])
+        return max([link.newest_shown(self.schemes).version, *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
         # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.

@@ -282,7 +282,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _shut_down_at_loop_end(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
+async def _shut_down_at_loop_end(
+    link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]
+) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:

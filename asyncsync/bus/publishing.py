@@ -3,7 +3,7 @@
 Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
 state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
 the link's thread, one after another. What is like the version before in all but its bytes may go the fast way
-(:mod:`asyncsync.bus.steady`): :meth:`Publishing.publish_steadily` decides that.
+(:mod:`asyncsync.bus.fast_path`): :meth:`Publishing.publish_on_fast_path` decides that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from asyncsync.bus.carrier import Carrier, Member, Source
-from asyncsync.bus.link import INLINE_BYTES, Link, FairLock
-from asyncsync.bus.status import Life, TrainerObserver
-from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.fast_path import TrainerFastPath
+from asyncsync.bus.link import INLINE_BYTES, FairLock, Link
+from asyncsync.bus.status import Trace, TrainerObserver
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.monitor.trace import Hook
 from asyncsync.net.keys import Admission
@@ -45,16 +45,16 @@ DRAIN_PATIENCE = 0.05
 # some 20 ms.
 ENCODED_AT_ONCE = 8
 # The fast way, from shared memory: the interpreter waits while a worker copies them.
-LARGEST_STEADY = 1 << 20
+FAST_PATH_BYTES = 1 << 20
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
-LEAST_TIMEOUT = 1.0
+FAST_PATH_LEAST_TIMEOUT = 1.0
 # A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
 # off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
 # and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
 BUSY_SECONDS = 0.0007
 
 
-class _Job(NamedTuple):
+class _PackJob(NamedTuple):
     """What has to be packed, and where."""
 
     slab: Slab
@@ -73,7 +73,7 @@ class Publishing(Link):
     """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
 
     Attributes:
-        machine: the state machine. To be had by :meth:`caught_up`, but for what the fast path cannot have changed.
+        machine: the state machine. To be had by :meth:`end_fast_path`, but for what the fast path cannot have changed.
         min_workers: how many workers an elastic trainer needs.
         pool: slabs for transports that have none.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
@@ -81,7 +81,7 @@ class Publishing(Link):
         pools: all that shutdown must close.
         served: by descriptor, the transports that act for each worker.
         admission: says who gets in; None: everybody does.
-        steady: the fast path, while it is on.
+        fast_path: the fast path, while it is on.
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
@@ -95,29 +95,29 @@ class Publishing(Link):
         self.observer = TrainerObserver(machine.progress.awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.publish_lock = FairLock()
-        self.served: dict[bytes, Carrier] = {}
-        self.steady: SteadyTrainer | None = None
-        self.is_busy = False
-        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
+        self.serving_transports: dict[bytes, Carrier] = {}
+        self.fast_path: TrainerFastPath | None = None
+        self.used_time_slice = False
+        self._source_caches: dict[str, SourceCache] = {}  # by model, the weights that have been sent
         self.pools = {self.pool}
-        self._full: SlabPool | None = None  # what the publication that is under way waits for
+        self._awaited_pool: SlabPool | None = None  # what the publication that is under way waits for
         self._is_encoding = self._cannot_encode = False
 
     @abstractmethod
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
 
-    def caught_up(self) -> Trainer:
+    def end_fast_path(self) -> Trainer:
         """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
         anything is done to it, or its state of updates is read."""
-        steady, self.steady = self.steady, None
-        if steady is not None:
-            steady.end()
+        fast, self.fast_path = self.fast_path, None
+        if fast is not None:
+            fast.end()
         return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
         """Of what was published last. From any thread."""
-        known = self._known.get(model_id)
+        known = self._source_caches.get(model_id)
         return None if known is None else known.layout
 
     # -- the general way -----------------------------------------------------------------------------------------------
@@ -142,22 +142,22 @@ class Publishing(Link):
         loop's clock.
         """
         machine, observer = self.machine, self.observer
-        jobs: list[_Job] = []
+        jobs: list[_PackJob] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
         def late() -> str:  # the publication before this one may be waiting for a slot
-            return f"another publication is still running: {self._why_full(self._full)}"
+            return f"another publication is still running: {self._why_full(self._awaited_pool)}"
 
         await self.publish_lock.acquire_until(deadline, late)
-        life: Life | None = None
+        trace: Trace | None = None
         try:
             begun = self.loop.time()
             self.check_usable()
-            self.caught_up()
+            self.end_fast_path()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            life = observer.begin(sources)
+            trace = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
@@ -171,13 +171,13 @@ class Publishing(Link):
                 job.slab.origin = origin
             streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                return await self._publish_packing(parts, workers, jobs[0], metadata, life)
+                return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
             for job in jobs:
                 self.check_usable()  # the thread of a link that was shut down meanwhile would start, and stay
                 await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
                 if job.slab.nbytes > INLINE_BYTES:
                     begun = self.loop.time()  # this thread has rested
-            observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+            observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
             for model_id, part in parts.items():
                 transport = transports[model_id]
                 slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
@@ -185,14 +185,14 @@ class Publishing(Link):
                     if (descriptor := await transport.offer(slab, whom)) is not None:
                         slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
                         if type(transport).serve is not Carrier.serve:
-                            self.served[descriptor] = transport
+                            self.serving_transports[descriptor] = transport
             self.check_usable()
-            self.end_staged()
+            self.observe_staged_drop()
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-            observer.published(life, version, machine.epoch)
-            self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+            observer.published(trace, version, machine.epoch)
+            self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
-            observer.abandoned(life, error)
+            observer.abandoned(trace, error)
             raise
         finally:
             try:
@@ -207,9 +207,9 @@ class Publishing(Link):
         self,
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
-        job: _Job,
+        job: _PackJob,
         metadata: bytes,
-        life: Life | None,
+        trace: Trace | None,
     ) -> int:
         """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
 
@@ -221,10 +221,10 @@ class Publishing(Link):
         targets = self.machine.targets
         replaced = targets.keep(parts)
         version = None
-        self.end_staged()
+        self.observe_staged_drop()
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
-            self.observer.published(life, version, self.machine.epoch)
+            self.observer.published(trace, version, self.machine.epoch)
             self.act_on_changes()
 
             def pack_all() -> None:
@@ -234,7 +234,7 @@ class Publishing(Link):
 
             await finish(self.thread.submit(pack_all))
         finally:
-            self.observer.tell("publish.packed", life, nbytes=job.slab.packed)
+            self.observer.emit("publish.packed", trace, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self.closed or complete:
                 targets.forget(replaced)
@@ -244,7 +244,7 @@ class Publishing(Link):
         self.check_usable()
         return version
 
-    def end_staged(self) -> None:
+    def observe_staged_drop(self) -> None:
         """What is staged is about to be dropped: tell of its end."""
         if (staged := self.machine.targets.staged) is not None:
             self.observer.end(staged.version, "it was dropped")
@@ -253,7 +253,7 @@ class Publishing(Link):
         """There is more that workers are waiting for: of a slab, or of what is made of it."""
         if not self.closed:
             with self.guard():
-                self.caught_up()
+                self.end_fast_path()
                 self.machine.packed()
                 self.act_on_changes()
 
@@ -262,7 +262,7 @@ class Publishing(Link):
         flat: FlatWeights,
         model_id: str,
         pool: SlabPool,
-        jobs: list[_Job],
+        jobs: list[_PackJob],
         deadline: float,
         *,
         count: int = 1,
@@ -271,18 +271,18 @@ class Publishing(Link):
         """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
         only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
         self.pools.add(pool)
-        known = self._known.get(model_id)
+        known = self._source_caches.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
-            known = self._known[model_id] = SourceCache(Layout.of(flat))
+            known = self._source_caches[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
             known.learn(flat)
         layout, pinned = known.layout, flat.ready is not None
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_Job(slab, flat, tensors, memory))
+            jobs.append(_PackJob(slab, flat, tensors, memory))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
@@ -292,7 +292,9 @@ class Publishing(Link):
         slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
 
-    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
+    async def _wait_for_room(
+        self, pool: SlabPool, nbytes: int, jobs: list[_PackJob], deadline: float, count: int
+    ) -> None:
         machine = self.machine
         await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 
@@ -302,12 +304,12 @@ class Publishing(Link):
             wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
             return pool.has_room(nbytes, wanted, count)
 
-        self._full = pool
+        self._awaited_pool = pool
         try:
             if not await self.wait(has_room, max(0.0, deadline - self.loop.time())):
                 raise AckTimeout(self._why_full(pool))
         finally:
-            self._full = None
+            self._awaited_pool = None
         machine.check_open()
 
     def _why_full(self, pool: SlabPool | None) -> str:
@@ -333,32 +335,32 @@ class Publishing(Link):
     # -- transports that act for each worker ---------------------------------------------------------------------------
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
-        if self.served.get(descriptor) is transport:  # another one may number its slabs alike
-            del self.served[descriptor]
+        if self.serving_transports.get(descriptor) is transport:  # another one may number its slabs alike
+            del self.serving_transports[descriptor]
         transport.retire(descriptor)
 
-    def departed(self, route: bytes, update: Update) -> None:
+    def update_sent(self, route: bytes, update: Update) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
         peer = self.machine.membership.routes.get(route)
         if peer is None:
             return
-        if self.observer.lives:
+        if self.observer.traces:
             self.observer.sent(peer.worker, update)
         for part in update.parts:
-            if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
+            if part.descriptor is not None and (transport := self.serving_transports.get(part.descriptor)) is not None:
                 whom = peer.worker, peer.nonce
                 transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         with self.guard():
             if not self.closed:
-                self.caught_up()
+                self.end_fast_path()
                 self.machine.undeliverable(worker, nonce, descriptor, error)
                 self.act_on_changes()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
-    def encode(self) -> None:
+    def encode_wanted(self) -> None:
         """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
         if self._is_encoding or self.closed:
             return
@@ -371,10 +373,10 @@ class Publishing(Link):
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
-            future = self.thread.submit(partial(self._encode, chosen))
-            future.add_done_callback(partial(self._encoded, chosen))
+            future = self.thread.submit(partial(self._encode_pieces, chosen))
+            future.add_done_callback(partial(self._on_pieces_encoded, chosen))
 
-    def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
+    def _encode_pieces(self, chosen: list[tuple[Encoding, int]]) -> None:
         for encoding, index in chosen:
             try:
                 encoding.encode(index)
@@ -385,23 +387,23 @@ class Publishing(Link):
                 encoding.leave_as_it_is(index)
             self.call_from_thread(self.packed)
 
-    def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
+    def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
             encoding.leave()
         with self.guard():
             future.result()
-            self.encode()
+            self.encode_wanted()
 
     # -- the fast way --------------------------------------------------------------------------------------------------
 
-    def publish_steadily(
+    def publish_on_fast_path(
         self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
-        """Publish weights for all workers, without metadata; :meth:`complete` is to follow. Returns the version; None:
+        """Publish weights for all workers, without metadata; :meth:`complete_on_fast_path` is to follow. Returns the version; None:
         this takes the general way, and nothing was done. Raises as :meth:`check_usable`."""
         self.check_usable()
-        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or len(sources) > 1:
+        if not self.machine.settings.fast or timeout < FAST_PATH_LEAST_TIMEOUT or len(sources) > 1:
             return None
         [(model_id, flat)] = sources.items()
         if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
@@ -409,17 +411,17 @@ class Publishing(Link):
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
         if self.waiters or self.publish_lock.waiting or self.publish_lock.locked() or self.timer is None:
             return None
-        if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+        if self.observer.has_listeners or self.origin is not None:  # each step is told; a tree's root is above this
             return None
-        if self.steady is None and not self._begin_steady(model_id, schemes[model_id].carrier()):
+        if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier()):
             return None
-        steady, begun = self.steady, self.loop.time()
-        if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
+        fast, begun = self.fast_path, self.loop.time()
+        if fast is None or fast.model_id != model_id or fast.waiting or not fast.publish(flat, begun):
             return None
-        self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+        self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         return self.machine.targets.version
 
-    def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
+    def _begin_fast_path(self, model_id: str, transport: Carrier) -> bool:
         pool, machine = transport.pool or self.pool, self.machine
         rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
         model = machine.targets.models.get(model_id)
@@ -429,7 +431,7 @@ class Publishing(Link):
         if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
             return False
         layout = target.slab.layout
-        if layout.nbytes > (machine.settings.eager_bytes if rides else LARGEST_STEADY):
+        if layout.nbytes > (machine.settings.eager_bytes if rides else FAST_PATH_BYTES):
             return False
         if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
             return False
@@ -442,9 +444,9 @@ class Publishing(Link):
             return False  # sending has to report who is missing
         if any(peer.unsettled or peer.slow for peer in peers):
             return False
-        known = self._known.get(model_id)
+        known = self._source_caches.get(model_id)
         if known is None or known.layout is not layout:  # that layout was only tried
-            known = self._known[model_id] = SourceCache(layout)
+            known = self._source_caches[model_id] = SourceCache(layout)
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)
@@ -456,27 +458,27 @@ class Publishing(Link):
             return slab
 
         try:
-            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send_now)
+            self.fast_path = TrainerFastPath(machine, model_id, known, target.slab, acquire, peers, self.send_now)
         except (MemoryError, RuntimeError):  # torch raises the latter
             return False  # the general way reports it, if it cannot do without
         return True
 
-    async def complete(self, version: int) -> bool:
+    async def complete_on_fast_path(self, version: int) -> bool:
         """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
         ended, and who still has to get it does so the general way."""
-        steady = self.steady
-        if steady is not None and self.machine.targets.version == version:
-            waiter = steady.waiter = self.loop.create_future()
-            if self.is_busy:
-                self.pause()
-            if steady.announce():
+        fast = self.fast_path
+        if fast is not None and self.machine.targets.version == version:
+            waiter = fast.waiter = self.loop.create_future()
+            if self.used_time_slice:
+                self.renew_time_slice()
+            if fast.announce():
                 await waiter
-                return not steady.waiting
-        self.caught_up()
+                return not fast.waiting
+        self.end_fast_path()
         self.act_on_changes()  # tells those who have not been told
         return False
 
-    def pause(self) -> None:
-        """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""
-        self.is_busy = False
+    def renew_time_slice(self) -> None:
+        """To be called before workers are woken, if :attr:`used_time_slice`: a short sleep."""
+        self.used_time_slice = False
         time.sleep(1e-6)

@@ -2,7 +2,7 @@
 
 An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
 then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
-observers say which messages are which events in the life of a version, and tell them to the hooks.
+observers say which messages are which events in the trace of a version, and tell them to the hooks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-ANSWERS = 20  # in a second, at most
+ANSWERS_PER_SECOND = 20  # in a second, at most
 FRESH_SECONDS = 0.05  # so long a report is sent again as it is
-SHARE = 20  # and so many times as long as it took to make
+COST_FACTOR = 20  # and so many times as long as it took to make
 MAX_REASONS = 64
-KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
+MAX_TRACES = 64  # traces that are followed at once: a worker that is stopped never ends its own
 # Of the values that one message may have, so many are for the workers.
-ROOM = 16_000
+WORKER_VALUES = 16_000
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
 STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
-OVERTAKEN = "a newer version has come"
+SUPERSEDED = "a newer version has come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Reporter:
     _clock: Callable[[], float]
     _refused: Callable[[], Mapping[str, int]]
     _dropped: Mapping[str, int]
-    _tokens: float = ANSWERS
+    _tokens: float = ANSWERS_PER_SECOND
     _last: Report | None = None
     _fresh_until: float = 0.0
 
@@ -139,7 +139,7 @@ class Reporter:
     def answer(self, token: int) -> Report | None:
         """For an INQUIRY; None: too many have asked."""
         now = self._clock()
-        self._tokens = min(float(ANSWERS), self._tokens + (now - self._refilled) * ANSWERS)
+        self._tokens = min(float(ANSWERS_PER_SECOND), self._tokens + (now - self._refilled) * ANSWERS_PER_SECOND)
         self._refilled = now
         if self._tokens < 1.0:
             return None
@@ -147,7 +147,7 @@ class Reporter:
         if self._last is None or now >= self._fresh_until:
             self._last = self.report()
             done = self._clock()
-            self._fresh_until = done + max(FRESH_SECONDS, SHARE * (done - now))
+            self._fresh_until = done + max(FRESH_SECONDS, COST_FACTOR * (done - now))
         return replace(self._last, token=token)
 
     def report(self) -> Report:
@@ -170,7 +170,7 @@ class Reporter:
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
         counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
         counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
-        room = min(messages.MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
+        room = min(messages.MAX_REPORTED, WORKER_VALUES // (WORKER_FIELDS + len(names)))
         return Report(
             0,
             machine.epoch,
@@ -182,8 +182,8 @@ class Reporter:
             sum(peer.bytes_sent for peer in peers.values()),
             len(targets.models),
             dict(counts),
-            _counted(Counter(machine.membership.refused) + Counter(self._refused())),
-            _counted(self._dropped),
+            _limited(Counter(machine.membership.refused) + Counter(self._refused())),
+            _limited(self._dropped),
             tuple(models),
             tuple(
                 self._worker(worker, names, now) for worker in sorted(expected, key=lambda w: (expected[w], w))[:room]
@@ -202,19 +202,19 @@ class Reporter:
             reason = reason or status.failure
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
         where, waiting = (pid, local, versions, status.role, status.relay), (status.staged, status.taken)
-        return WorkerReport(worker, status.state, *figures, _brief(reason), *where, *waiting)
+        return WorkerReport(worker, status.state, *figures, _first_line(reason), *where, *waiting)
 
 
-def _brief(reason: str) -> str:
+def _first_line(reason: str) -> str:
     """The first line, cut to the limit, without what a terminal would act upon."""
     first = reason.strip().partition("\n")[0]
     return "".join(character for character in first if character.isprintable())[: messages.MAX_REASON]
 
 
-def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
+def _limited(reasons: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        short = _brief(reason)
+        short = _first_line(reason)
         if short in found or len(found) < MAX_REASONS:
             found[short] = found.get(short, 0) + count
     return found
@@ -245,7 +245,7 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
         _gauge("version", "The newest version published.", {(): report.version}),
         _counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
         _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
-        _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
+        _gauge("workers", "Workers, by state; relays and guests.", _by_label(report.counts), ("state",)),
         _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
         _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
         _gauge("worker_staged_version", "What it has ready, not applied.", each(lambda w: w.staged_version), who),
@@ -253,7 +253,7 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
         _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
         _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
         _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
-        _counter("refusals", "Connections and messages that were refused.", _by(report.refused), ("reason",)),
+        _counter("refusals", "Connections and messages that were refused.", _by_label(report.refused), ("reason",)),
     ]
 
 
@@ -271,41 +271,43 @@ def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric
         _gauge("receiver_taken_version", "What its own code has taken.", {key: one.taken}, who),
         _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
         _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, who),
-        _counter("refusals", "Refused connection attempts.", _by(status.refused), ("reason",)),
+        _counter("refusals", "Refused connection attempts.", _by_label(status.refused), ("reason",)),
     ]
 
 
 def link_metrics(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
     return [
-        _counter("dropped_messages", "Messages that were dropped.", _by(dropped), ("reason",)),
+        _counter("dropped_messages", "Messages that were dropped.", _by_label(dropped), ("reason",)),
         _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),
     ]
 
 
-def _by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+def _by_label(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
 
 
-def _family(kind: str, name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+def _metric(
+    kind: str, name: str, documentation: str, values: Mapping[Any, float], labels: Sequence[str] = ()
+) -> Metric:
     from prometheus_client import core
 
-    family = getattr(core, kind)(f"asyncsync_{name}", told, labels=labels)
+    family = getattr(core, kind)(f"asyncsync_{name}", documentation, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
     result: Metric = family
     return result
 
 
-_gauge, _counter = partial(_family, "GaugeMetricFamily"), partial(_family, "CounterMetricFamily")
+_gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "CounterMetricFamily")
 
 
 # -- for trace hooks --------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Life:
+class Trace:
     """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
-    has the workers that were told of it and have not applied it, with the serial of what told them; ``awaited`` is a
+    has the workers that were documentation of it and have not applied it, with the serial of what documentation them; ``awaited`` is a
     worker that was found to be without it."""
 
     info: dict[str, Any]
@@ -313,27 +315,27 @@ class Life:
     was_announced: bool = False
     is_staged: bool = False
     unanswered: dict[int, int] = field(default_factory=dict)
-    awaited: int | None = None
+    lagging_worker: int | None = None
 
 
 class Observer(ABC):
-    """Tells the hooks and the debug log. ``lives`` has what is not over, by version (trainer) or serial (worker)."""
+    """Tells the hooks and the debug log. ``traces`` has what is not over, by version (trainer) or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self.lives: dict[int, Life] = {}
+        self.traces: dict[int, Trace] = {}
         self._hooks = list(hooks)
 
     @property
-    def follows(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether anything wants each step: the fast path, which tells none, is off then."""
         return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
 
-    def tell(self, event: str, life: Life | None, at: int | None = None, **more: Any) -> None:
+    def emit(self, event: str, trace: Trace | None, at: int | None = None, **more: Any) -> None:
         hooks = [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks
-        if life is None or not hooks:
+        if trace is None or not hooks:
             return
         at = at or time.time_ns()
-        info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
+        info = {**trace.info, **more, "time": at, "seconds": (at - trace.began) / 1e9}
         for hook in hooks:
             try:
                 hook(event, info)
@@ -341,17 +343,17 @@ class Observer(ABC):
                 self._hooks = [other for other in self._hooks if other is not hook]
                 logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
 
-    def follow(self, key: int, life: Life) -> None:
-        self.lives[key] = life
-        while len(self.lives) > KEPT:
-            self.end(next(iter(self.lives)), f"it is not over, and {KEPT} newer ones have come")
+    def add(self, key: int, trace: Trace) -> None:
+        self.traces[key] = trace
+        while len(self.traces) > MAX_TRACES:
+            self.end(next(iter(self.traces)), f"it is not over, and {MAX_TRACES} newer ones have come")
 
     @abstractmethod
     def end(self, key: int, failure: str = "") -> None:
-        """Tell that a life is over; ``failure``: why it was not applied."""
+        """Tell that a trace is over; ``failure``: why it was not applied."""
 
     def close(self) -> None:
-        for key in list(self.lives):
+        for key in list(self.traces):
             self.end(key, "the bus was shut down")
 
 
@@ -366,38 +368,38 @@ class TrainerObserver(Observer):
         self._awaited = awaited
         self._count = 0
 
-    def begin(self, models: Iterable[str]) -> Life | None:
+    def begin(self, models: Iterable[str]) -> Trace | None:
         """A publication begins; None: there are no hooks and no metrics."""
-        if not self.follows and self.durations is None:
+        if not self.has_listeners and self.durations is None:
             return None
         self._count += 1
-        life = Life({"id": self._count, "models": sorted(models)})
-        self.tell("publish.begin", life)
-        return life
+        trace = Trace({"id": self._count, "models": sorted(models)})
+        self.emit("publish.begin", trace)
+        return trace
 
-    def published(self, life: Life | None, version: int, epoch: Epoch) -> None:
-        if life is not None:
-            life.info |= {"version": version, "epoch": epoch_text(epoch)}
-            self.follow(version, life)
-            self.tell("publish.published", life)
+    def published(self, trace: Trace | None, version: int, epoch: Epoch) -> None:
+        if trace is not None:
+            trace.info |= {"version": version, "epoch": epoch_text(epoch)}
+            self.add(version, trace)
+            self.emit("publish.published", trace)
 
-    def abandoned(self, life: Life | None, error: BaseException) -> None:
-        if life is not None and "version" in life.info:
-            self.end(life.info["version"], repr(error))
+    def abandoned(self, trace: Trace | None, error: BaseException) -> None:
+        if trace is not None and "version" in trace.info:
+            self.end(trace.info["version"], repr(error))
         else:
-            self.tell("publish.end", life, error=repr(error))
+            self.emit("publish.end", trace, error=repr(error))
 
     def sent(self, worker: int, update: Update) -> None:
-        if (life := self.lives.get(update.parts[0].version)) is None:
+        if (trace := self.traces.get(update.parts[0].version)) is None:
             return
         is_commit = update.phase == messages.COMMIT
-        if worker in life.unanswered and not is_commit:
-            self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
-        life.was_announced = True
-        life.unanswered[worker] = update.serial
-        self.tell("deliver.committed" if is_commit else "deliver.begin", life, worker=worker)
+        if worker in trace.unanswered and not is_commit:
+            self.emit("deliver.end", trace, worker=worker, error="the worker was lost, and gets it again")
+        trace.was_announced = True
+        trace.unanswered[worker] = update.serial
+        self.emit("deliver.committed" if is_commit else "deliver.begin", trace, worker=worker)
 
-    def heard(self, worker: int, instruction: Instruction) -> None:
+    def received(self, worker: int, instruction: Instruction) -> None:
         """A worker has said something, which has been taken in."""
         if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
             failure = (
@@ -405,43 +407,43 @@ class TrainerObserver(Observer):
             )
             versions = set(instruction.versions.values())
             if isinstance(instruction, messages.Applied) and instruction.serial:
-                versions = {v for v, life in self.lives.items() if life.unanswered.get(worker) == instruction.serial}
+                versions = {v for v, trace in self.traces.items() if trace.unanswered.get(worker) == instruction.serial}
             for version in versions:
                 self._applied(worker, version, failure)
         elif isinstance(instruction, messages.Fetch | messages.Staged):
-            for life in self.lives.values():
-                if life.unanswered.get(worker) == instruction.serial:
-                    self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
+            for trace in self.traces.values():
+                if trace.unanswered.get(worker) == instruction.serial:
+                    self.emit(f"deliver.{STEPS[type(instruction)]}", trace, worker=worker)
 
     def _applied(self, worker: int, version: int, failure: str = "") -> None:
-        for earlier, life in self.lives.items():
-            if earlier <= version and life.unanswered.pop(worker, None) is not None:
-                self.tell("deliver.end", life, worker=worker, error=failure if earlier == version else OVERTAKEN)
+        for earlier, trace in self.traces.items():
+            if earlier <= version and trace.unanswered.pop(worker, None) is not None:
+                self.emit("deliver.end", trace, worker=worker, error=failure if earlier == version else SUPERSEDED)
 
     def check(self, *, everybody: bool = False) -> None:
         """Something has changed: see which versions are over. ``everybody``: look at each of them, also at those that
         were announced to a worker which has not answered, as it may be lost."""
         behind: set[tuple[int | str | None, ...]] = set()
-        for version, life in list(self.lives.items()):
-            models = life.info["models"]
+        for version, trace in list(self.traces.items()):
+            models = trace.info["models"]
             # A worker that is without a version is without the later ones of these models, too.
-            if not everybody and (life.unanswered or (life.awaited, *models) in behind):
+            if not everybody and (trace.unanswered or (trace.lagging_worker, *models) in behind):
                 continue
-            life.awaited = self._awaited(version, models, life.awaited)
-            if life.awaited is None:
+            trace.lagging_worker = self._awaited(version, models, trace.lagging_worker)
+            if trace.lagging_worker is None:
                 self.end(version)
             else:
-                behind.add((life.awaited, *models))
+                behind.add((trace.lagging_worker, *models))
 
     def end(self, key: int, failure: str = "") -> None:
         # It may be over before it is packed, if no worker waits for it or the trainer was shut down.
-        if (life := self.lives.pop(key, None)) is None:
+        if (trace := self.traces.pop(key, None)) is None:
             return
-        for worker in life.unanswered:
-            self.tell("deliver.end", life, worker=worker, error=f"{OVERTAKEN}, or the worker is lost")
-        self.tell("publish.end", life, error=failure)
-        if self.durations is not None and life.was_announced and not (life.unanswered or failure):
-            self.durations.observe((time.time_ns() - life.began) / 1e9)
+        for worker in trace.unanswered:
+            self.emit("deliver.end", trace, worker=worker, error=f"{SUPERSEDED}, or the worker is lost")
+        self.emit("publish.end", trace, error=failure)
+        if self.durations is not None and trace.was_announced and not (trace.unanswered or failure):
+            self.durations.observe((time.time_ns() - trace.began) / 1e9)
 
 
 class WorkerObserver(Observer):
@@ -450,11 +452,11 @@ class WorkerObserver(Observer):
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
         super().__init__(hooks)
         self._worker = worker
-        self._heard = 0  # when the trainer last said something: for large weights, when their last bytes came
+        self._last_received = 0  # when the trainer last said something: for large weights, when their last bytes came
 
-    def heard(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
+    def received(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
         """The trainer has said something. ``payload``: of what it has said to all workers."""
-        self._heard = time.time_ns()
+        self._last_received = time.time_ns()
         if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
         if isinstance(instruction, Update | Again):
@@ -463,37 +465,37 @@ class WorkerObserver(Observer):
                 self._committed(version, instruction.serial)
                 return
             info = {"id": instruction.serial, "version": version, "epoch": epoch_text(instruction.epoch)}
-            life = Life(info | {"worker": self._worker}, self._heard)
-            self.follow(instruction.serial, life)
-            self.tell("update.begin", life, self._heard)
+            trace = Trace(info | {"worker": self._worker}, self._last_received)
+            self.add(instruction.serial, trace)
+            self.emit("update.begin", trace, self._last_received)
 
     def _committed(self, version: int, serial: int) -> None:
-        for before, life in list(self.lives.items()):
-            if life.info["version"] == version:
-                del self.lives[before]
-                self.follow(serial, life)
-                self.tell("update.committed", life, self._heard)
+        for before, trace in list(self.traces.items()):
+            if trace.info["version"] == version:
+                del self.traces[before]
+                self.add(serial, trace)
+                self.emit("update.committed", trace, self._last_received)
 
-    def look(self, staged: Iterable[Staging]) -> None:
+    def note_staged(self, staged: Iterable[Staging]) -> None:
         """These updates are complete, and wait for the gate."""
         for staging in staged:
-            if (life := self.lives.get(staging.serial)) is not None and not life.is_staged:
-                life.is_staged = True
-                self.tell("update.fetched", life, self._heard)
-                self.tell("update.staged", life)
+            if (trace := self.traces.get(staging.serial)) is not None and not trace.is_staged:
+                trace.is_staged = True
+                self.emit("update.fetched", trace, self._last_received)
+                self.emit("update.staged", trace)
 
     def taken(self, staging: Staging) -> None:
-        self.tell("update.taken", self.lives.get(staging.serial))
+        self.emit("update.taken", self.traces.get(staging.serial))
 
     def finished(self, staging: Staging, error: BaseException | None) -> None:
         """The gate, or the user's code, has applied or refused this one."""
-        for serial in [serial for serial in self.lives if serial < staging.serial]:
-            self.end(serial, OVERTAKEN)
+        for serial in [serial for serial in self.traces if serial < staging.serial]:
+            self.end(serial, SUPERSEDED)
         self.end(staging.serial, "" if error is None else repr(error))
 
     def end(self, key: int, failure: str = "") -> None:
-        if (life := self.lives.pop(key, None)) is not None:
-            self.tell("update.end", life, error=failure)
+        if (trace := self.traces.pop(key, None)) is not None:
+            self.emit("update.end", trace, error=failure)
 
 
 def _version_of(update: Update | Again) -> int:

@@ -67,29 +67,30 @@ class TrainerLink(Publishing):
     ) -> None:
         # Its connection; on this host, its side channel, and its process's end; else what it has subscribed to.
         is_local = endpoint.startswith("ipc://")
-        self._per_worker = 3 if is_local else 2 if settings.fanout else 1
+        self._descriptors_per_worker = 3 if is_local else 2 if settings.fanout else 1
         of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
-        descriptors = self._per_worker * (num_workers or 1) + of_all
+        descriptors = self._descriptors_per_worker * (num_workers or 1) + of_all
         machine = Trainer((time.time_ns(), secrets.randbits(62)), this_process(), num_workers, settings)
         super().__init__(descriptors, machine, min_workers, hooks_of(monitoring.tracing))
         self.reporter = Reporter(machine, self.loop.time, lambda: self.refused, self.dropped)
-        self._has_warned = False  # of an event loop that was blocked
-        self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
+        self._warned_of_blocking = False  # of an event loop that was blocked
+        self._loaded_version = 0  # of the last checkpoint that was loaded
+        self._issued_before_load = 0  # what :attr:`issued` was before that
         self._watches: dict[bytes, ProcessWatch] = {}
-        self._subscribed_at = endpoint if settings.fanout and not is_local else None
-        self._removed = 0  # keys, when the broadcast was opened
+        self._broadcast_endpoint = endpoint if settings.fanout and not is_local else None
+        self._keys_removed = 0  # keys, when the broadcast was opened
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
                 self.metrics = Metrics(monitoring.address, has_durations=True)
                 self.observer.durations = self.metrics.durations
                 undo.callback(self.metrics.close)
-            self._lock = EndpointLock(endpoint) if is_local else None
-            if self._lock is not None:
-                undo.callback(self._lock.release)
+            self._endpoint_lock = EndpointLock(endpoint) if is_local else None
+            if self._endpoint_lock is not None:
+                undo.callback(self._endpoint_lock.release)
             self._open(endpoint, keyed, keys, undo)
-            if self._subscribed_at is not None:
-                self._open_broadcast(self._subscribed_at)
+            if self._broadcast_endpoint is not None:
+                self._open_broadcast(self._broadcast_endpoint)
             undo.pop_all()
         self.opened()
 
@@ -117,7 +118,7 @@ class TrainerLink(Publishing):
             self.introductions = Introductions(self._socket.endpoint, self.admission, self.machine.peers)
         elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
-        self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
+        self.side_channels = SideChannels(side_channel_path(endpoint), self._side_channel_receiver, self.crash)
         undo.callback(self.side_channels.close)
         self.verifying = TrainerVerifying(self)
 
@@ -131,11 +132,11 @@ class TrainerLink(Publishing):
         self.machine.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
 
     def report(self) -> Report:
-        self.caught_up()
+        self.end_fast_path()
         return self.reporter.report()
 
     def status(self, models: list[str]) -> BusStatus:
-        machine, now = self.caught_up(), self.loop.time()
+        machine, now = self.end_fast_path(), self.loop.time()
         workers = sorted({*machine.membership.expected(), *machine.peers, *machine.behind.workers})
         return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
@@ -151,12 +152,12 @@ class TrainerLink(Publishing):
     def issued(self) -> int:
         """The last version that a publication has returned; some worker may still refuse it. 0: none."""
         counted = self.machine.version
-        return self._before if counted == self._carried else counted
+        return self._issued_before_load if counted == self._loaded_version else counted
 
-    def carry_on(self, version: int) -> None:
+    def continue_from(self, version: int) -> None:
         """Count on from this version, which is not below the trainer's."""
-        self._before, self._carried = self.issued, version
-        self.caught_up().targets.carry_on(version)
+        self._issued_before_load, self._loaded_version = self.issued, version
+        self.end_fast_path().targets.carry_on(version)
 
     # -- the workers, for those who call -------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class TrainerLink(Publishing):
             if most is not None and quorum > most:
                 raise ValueError(f"quorum={quorum}, but only {most} workers are to get this version")
 
-    def check_quorum(
+    def require_workers(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
     ) -> list[int]:
         """The workers that have some of these models. Raises NotConnected if no worker has one of them; for an elastic
@@ -219,14 +220,14 @@ class TrainerLink(Publishing):
         The timeout counts from ``begun``, a time of the loop's clock. ``there``: the workers that were there just
         before the version was published; where too few of them are left, the error names the missing ones.
         """
-        machine = self.caught_up()
+        machine = self.end_fast_path()
         progress = machine.progress
         chosen = progress.targeted(version, models) if workers is None else workers
         needs_one = self.min_workers > 0 or machine.num_workers is not None
         if there and len(chosen) < max(quorum or 0, needs_one):
             chosen = sorted({*chosen, *there})
         if not chosen and needs_one:
-            self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
+            self.require_workers(machine.targets.models if models is None else models, workers, quorum)
             raise NotConnected(f"no connected worker is to get version {version} (any more)")
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
@@ -241,12 +242,12 @@ class TrainerLink(Publishing):
                     late.pop()
                 if late:
                     return False
-            outcome = _outcome(progress, version, chosen, models, calls)
+            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
             late[:] = outcome.waiting  # also one that was lost, and is there again
             return outcome.is_over(quorum)
 
         if not await self.wait(done, max(0.0, begun + timeout - self.loop.time())):
-            outcome = _outcome(progress, version, chosen, models, calls)
+            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
@@ -268,7 +269,7 @@ class TrainerLink(Publishing):
         Raises PartialSendError if a worker cannot take the weights: then no worker was given any; NotConnected, which
         names the missing workers and why, if not all were there in time.
         """
-        machine = self.caught_up()
+        machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
 
         def is_hopeless(version: int) -> bool:
@@ -287,7 +288,7 @@ class TrainerLink(Publishing):
             there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
                 return True
-            if ended := _ended(processes):
+            if ended := _describe_ended(processes):
                 raise self._not_connected(f", because {ended};", models)
             return False
 
@@ -317,22 +318,22 @@ class TrainerLink(Publishing):
         peer = self.machine.membership.routes.get(route)
         if peer is not None and (channel := self.side_channels.of.get(peer.nonce)):
             channel.drain()
-        steady = self.steady
-        if steady is not None and peer is not None and len(frames) == 2 and steady.answer(peer, frames[1].buffer, now):
+        fast = self.fast_path
+        if fast is not None and peer is not None and len(frames) == 2 and fast.answer(peer, frames[1].buffer, now):
             return
-        self.caught_up()
+        self.end_fast_path()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
             if type(instruction) is Inquiry:
-                self._answer(route, instruction)
+                self._answer_inquiry(route, instruction)
                 return
-            peer = self.machine.membership.routes.get(route) if self.observer.lives else None
+            peer = self.machine.membership.routes.get(route) if self.observer.traces else None
             if isinstance(instruction, Hello):
-                self.machine.membership.shortage = shortage(self._per_worker)
+                self.machine.membership.shortage = shortage(self._descriptors_per_worker)
             self.machine.receive(route, instruction, payload, now)
             if peer is not None:
-                self.observer.heard(peer.worker, instruction)
+                self.observer.received(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.at(route)):
                 assert self.admission is not None
                 self.admission.take(new.worker, key)
@@ -340,10 +341,10 @@ class TrainerLink(Publishing):
             self.count_dropped(error, "a worker")
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
-            self._watch()
+            self._update_watches()
         self.act_on_changes()
 
-    def _answer(self, route: bytes, inquiry: Inquiry) -> None:
+    def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
         """Whoever may connect may ask how everything is; nothing changes with that."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
             self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
@@ -360,51 +361,51 @@ class TrainerLink(Publishing):
                 self.act_on_changes()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._revoke()  # whoever has had the place: nobody would know of that key any more
+            self._expel_revoked()  # whoever has had the place: nobody would know of that key any more
         return key
 
-    def _revoke(self) -> None:
+    def _expel_revoked(self) -> None:
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.machine.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
-        if self._subscribed_at is not None and self.admission.removed != self._removed:
+        if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
             # A subscriber cannot be cut off alone, so all others are told of another port.
-            self._removed = self.admission.removed
+            self._keys_removed = self.admission.removed
             if self.broadcast is not None:
                 self.broadcast.close()
                 self.broadcast = None
-            self._open_broadcast(self._subscribed_at)
+            self._open_broadcast(self._broadcast_endpoint)
             self.machine.welcome_all()
 
-    def _introduce(self, nonce: bytes) -> Receive | None:
+    def _side_channel_receiver(self, nonce: bytes) -> Receive | None:
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
-        self.caught_up()
+        self.end_fast_path()
         # A newcomer's side channel may be here before the READY by which it takes its place.
         return next(
             (partial(self._receive_packet, p) for p in self.machine.membership.welcomed if p.nonce == nonce), None
         )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
-        steady = self.steady
-        if steady is not None and packet[:1] == ALONE and steady.answer(peer, packet[1:], self.loop.time()):
+        fast = self.fast_path
+        if fast is not None and packet[:1] == ALONE and fast.answer(peer, packet[1:], self.loop.time()):
             return
         try:
             instruction, _ = read(split(packet))
-            self.caught_up()
+            self.end_fast_path()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
-            if self.observer.lives:
-                self.observer.heard(peer.worker, instruction)
+            if self.observer.traces:
+                self.observer.received(peer.worker, instruction)
         except ProtocolError as error:
             self.count_dropped(error, "a worker")
             return
         if type(instruction) is Released:
-            self._watch()
+            self._update_watches()
         self.act_on_changes()
 
-    def _watch(self) -> None:
+    def _update_watches(self) -> None:
         """One process watch per co-located worker incarnation; no side channel to one that is gone."""
         machine = self.machine
         if self.side_channels.of:
@@ -423,19 +424,19 @@ class TrainerLink(Publishing):
         with self.guard():
             if nonce in self.side_channels.of:
                 self.side_channels.of[nonce].drain()  # its last messages
-            self.caught_up().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
-            self._watch()
+            self.end_fast_path().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+            self._update_watches()
             self.act_on_changes()
 
     def _tick(self, now: float) -> None:
-        self.caught_up()
+        self.end_fast_path()
         late = now - self._timer_due
-        if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
+        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not loop_thread.is_here():
             self._warn_of_blocking(late)
-        self._revoke()
+        self._expel_revoked()
         self.machine.tick(now)
         self.observer.check(everybody=True)
-        self._watch()
+        self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:
         """The event loop was blocked for so long: tell so, if somebody was waiting for weights."""
@@ -443,7 +444,7 @@ class TrainerLink(Publishing):
         version = machine.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
         if waiting:
-            self._has_warned = True
+            self._warned_of_blocking = True
             logger.warning(
                 "this event loop was blocked for %.1f s while worker(s) %s were still fetching version %d: large "
                 "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
@@ -452,7 +453,7 @@ class TrainerLink(Publishing):
             )  # fmt: skip
 
     def act_on_changes(self) -> None:
-        if self.observer.lives:
+        if self.observer.traces:
             self.observer.check()
         self.notify()
         self._send_outbox()
@@ -465,9 +466,9 @@ class TrainerLink(Publishing):
             self._set_timer(self.loop.time())
         machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
-        if outbox and channels and self.is_busy:
-            self.pause()
-        departed = self.departed if self.served or self.observer.lives else None
+        if outbox and channels and self.used_time_slice:
+            self.renew_time_slice()
+        update_sent = self.update_sent if self.serving_transports or self.observer.traces else None
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -475,7 +476,7 @@ class TrainerLink(Publishing):
                 route, instruction, payload = outbox.popleft()
                 if instruction is not last:  # mostly, all workers are sent the same
                     last, header = instruction, encode(instruction)
-                    if self.broadcast is not None and self._send_to_all(route, instruction, header, payload):
+                    if self.broadcast is not None and self._send_broadcast(route, instruction, header, payload):
                         continue
                 peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
                 # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
@@ -491,15 +492,15 @@ class TrainerLink(Publishing):
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
                     machine.unreachable(route, self.loop.time())
-                elif departed is not None and isinstance(instruction, Update):
-                    departed(route, instruction)
+                elif update_sent is not None and isinstance(instruction, Update):
+                    update_sent(route, instruction)
         finally:
             if by_zmq:
                 self._socket.flushed()
         if failed:
             self.notify()
         if machine.wanted:
-            self.encode()
+            self.encode_wanted()
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
@@ -509,7 +510,7 @@ class TrainerLink(Publishing):
         self._socket.flushed()
         return outcome == 0
 
-    def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
+    def _send_broadcast(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
         assert self.broadcast is not None
         fanout = self.machine.fanout
@@ -517,15 +518,15 @@ class TrainerLink(Publishing):
         if cast is None and route != EVERYBODY:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
-        if cast is not None and isinstance(instruction, Update) and (self.served or self.observer.lives):
+        if cast is not None and isinstance(instruction, Update) and (self.serving_transports or self.observer.traces):
             for one in fanout.reached:
-                self.departed(one, instruction)
+                self.update_sent(one, instruction)
         return True
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        if self.steady is not None:
-            self.steady.wake()
+        if self.fast_path is not None:
+            self.fast_path.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -539,18 +540,18 @@ class TrainerLink(Publishing):
         try:
             await self._terminate()
         finally:
-            self._release()
+            self._release_endpoint()
 
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
-        if self.steady is not None:
-            self.steady.waiter = None  # the loop is over: nobody can be woken any more
-        return [self._send_bye, partial(self._close_all, linger_ms), self._release]
+        if self.fast_path is not None:
+            self.fast_path.waiter = None  # the loop is over: nobody can be woken any more
+        return [self._send_bye, partial(self._close_all, linger_ms), self._release_endpoint]
 
     def _send_bye(self) -> None:
         self.observer.close()
         for pool in self.pools:  # a publication that is under way must not get what workers are still reading
             pool.close()
-        self.caught_up().close()
+        self.end_fast_path().close()
         self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
@@ -564,12 +565,12 @@ class TrainerLink(Publishing):
         if self.broadcast is not None:
             self.broadcast.close()
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    def _release_endpoint(self) -> None:
+        if self._endpoint_lock is not None:
+            self._endpoint_lock.release()
 
 
-def _outcome(
+def _outcome_with_calls(
     progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
 ) -> Outcome:
     """How far a version has come. A worker whose object is called has it when the call has ended, too."""
@@ -588,7 +589,7 @@ def _outcome(
     return outcome
 
 
-def _ended(processes: Iterable[Any]) -> str:
+def _describe_ended(processes: Iterable[Any]) -> str:
     """For people: which of them has ended; empty: none."""
     for process in processes:
         if hasattr(process, "exitcode"):

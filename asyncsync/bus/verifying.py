@@ -166,7 +166,7 @@ class TrainerVerifying:
             return any(self._state(worker, model_id) is not None for worker in left)
 
         while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
-            self._link.caught_up()
+            self._link.end_fast_path()
             states = {worker: self._state(worker, model_id) for worker in left}
             found |= {worker: NotComparable(why) for worker, why in states.items() if isinstance(why, str)}
             current = {worker: target for worker, target in states.items() if isinstance(target, Target)}

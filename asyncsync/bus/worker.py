@@ -14,9 +14,9 @@ import zmq
 
 from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.fast_path import WorkerFastPath
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_metrics
-from asyncsync.bus.steady import SteadyWorker
 from asyncsync.bus.verifying import WorkerVerifying
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate, Writer
@@ -72,11 +72,11 @@ class WorkerLink(Applying, Memory):
         machine = Worker(worker, secrets.token_bytes(16), this_process(), settings, role, self, relaying)
         super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
         gate.bind()
-        self._common = transport
+        self._guest_transport = transport
         self._fetching: set[asyncio.Task[None]] = set()  # a task per part
         self.trainer_lost = False
         self._watch: ProcessWatch | None = None
-        self._watched: tuple[int, str, int] | None = None
+        self._watched_process: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
@@ -88,7 +88,7 @@ class WorkerLink(Applying, Memory):
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, told = self.machine.session, (self._connected, self._disconnected)
-            receive = self._receive, self._receive_cast
+            receive = self._receive, self._receive_broadcast
             self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
@@ -108,7 +108,7 @@ class WorkerLink(Applying, Memory):
         """Take part in the updates of this model, and pass them on to this context. ``manual``: they wait for
         ``receive``; ``takes``: they wait until they are taken."""
         self.transports[model_id] = transport
-        self.pass_on(model_id, context)
+        self.set_context(model_id, context)
         if manual or takes:
             self.manual.add(model_id)
         self.machine.takes = takes
@@ -123,17 +123,17 @@ class WorkerLink(Applying, Memory):
         self.act_on_changes()
         # Until the gate has done with what it had begun with:
         await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
-        if await self._detach([model_id]) and not self.closed:
+        if await self._detach_models([model_id]) and not self.closed:
             del self.transports[model_id]
             self.machine.holdings.take_out(model_id)
             self.act_on_changes()
 
-    def pass_on(self, model_id: str, context: Any) -> None:
+    def set_context(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
         self.machine.end_fast_path()
         self.cascade.add(model_id, context)
 
-    async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
+    async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have. Raises
         AckTimeout if what uses the one before does not end."""
         staged, deadline = self.machine.staged, self.loop.time() + timeout
@@ -173,7 +173,7 @@ class WorkerLink(Applying, Memory):
         if self.side_channel is not None:
             self.side_channel.drain()
         self.whereabouts.drain_fanout()
-        self._take_in([frame.buffer for frame in frames], decode)
+        self._receive_frames([frame.buffer for frame in frames], decode)
 
     def _receive_packet(self, packet: memoryview) -> None:
         try:
@@ -181,34 +181,34 @@ class WorkerLink(Applying, Memory):
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
             return
-        self._take_in(frames, read)
+        self._receive_frames(frames, read)
 
-    def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
+    def _receive_frames(self, frames: list[memoryview], read_message: Read) -> None:
         """Take in a message: the fast way if that is on, and can."""
-        steady = self.machine.fast_path
-        if steady is not None and not self.observer.follows:
+        fast = self.machine.fast_path
+        if fast is not None and not self.observer.has_listeners:
             now, answer = self.loop.time(), None
             try:
                 try:
-                    answer = steady.take(frames, now)
+                    answer = fast.try_apply(frames, now)
                 except Exception:  # also of a user's transport
                     logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
                 if answer is not None:
-                    self._acknowledge(answer, now)
+                    self._send_answer(answer, now)
                     return
             except Exception:
                 raise
             except BaseException:
                 # Half of it may be in the model, or all of it, and not be acknowledged.
-                self._take_the_general_way(frames, read_message)
+                self._receive_on_general_path(frames, read_message)
                 raise
-        self._take_the_general_way(frames, read_message)
+        self._receive_on_general_path(frames, read_message)
 
-    def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
+    def _receive_on_general_path(self, frames: list[memoryview], read_message: Read) -> None:
         try:
             instruction, payload = read_message(frames)
-            if self.observer.follows:
-                self.observer.heard(instruction)
+            if self.observer.has_listeners:
+                self.observer.received(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
@@ -221,8 +221,8 @@ class WorkerLink(Applying, Memory):
             self._open_side_channel()
             self._subscribe()
         self.act_on_changes()
-        if type(instruction) is Again and not self.closed and not self.observer.follows:
-            self._begin_steady(instruction)
+        if type(instruction) is Again and not self.closed and not self.observer.has_listeners:
+            self._begin_fast_path(instruction)
 
     def _subscribe(self) -> None:
         """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
@@ -230,15 +230,15 @@ class WorkerLink(Applying, Memory):
         if session.trainer is not None and session.welcomed and not self.closed:
             self.whereabouts.subscribe(session.trainer.fanout)
 
-    def _receive_cast(self, frames: list[Any]) -> None:
+    def _receive_broadcast(self, frames: list[Any]) -> None:
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
             before = self.machine.serial
             self.machine.receive(instruction, payload, self.loop.time())
-            if self.observer.follows and (isinstance(instruction, Chunk) or self.machine.serial > before):
-                self.observer.heard(instruction, payload)
+            if self.observer.has_listeners and (isinstance(instruction, Chunk) or self.machine.serial > before):
+                self.observer.received(instruction, payload)
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
                 # Bytes of no use yet, on a connection that is too slow for those that are; :meth:`_tick` comes back.
@@ -247,12 +247,12 @@ class WorkerLink(Applying, Memory):
             self.count_dropped(error, "the sender")
         self.act_on_changes()
 
-    def _begin_steady(self, again: Again) -> None:
+    def _begin_fast_path(self, again: Again) -> None:
         """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
         machine = self.machine
-        if (steady := machine.steady(again.serial)) is None:
+        if (found := machine.steady(again.serial)) is None:
             return
-        model_id, part = steady
+        model_id, part = found
         newest, binding = machine.holdings.held[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
@@ -271,10 +271,10 @@ class WorkerLink(Applying, Memory):
             slab.release()
         # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        straight = partial(self.goes_straight, model_id)
-        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self.show, straight)
+        straight = partial(self.needs_only_gate, model_id)
+        machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, straight)
 
-    def _acknowledge(self, done: bytes, now: float) -> None:
+    def _send_answer(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`act_on_changes` does."""
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((done,))):
@@ -293,7 +293,7 @@ class WorkerLink(Applying, Memory):
         marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
         current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
-        version = min((self.acting([m]).version for m in behind), default=self.acting(models).version)
+        version = min((self.newest_shown([m]).version for m in behind), default=self.newest_shown(models).version)
         target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
         state, reason = "live", ""
         if self.closed:
@@ -304,12 +304,14 @@ class WorkerLink(Applying, Memory):
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason, **self.waiting(models))
+        status = WorkerStatus(
+            version, target, lag, seen, state, machine.bytes_received, reason, **self.unapplied_status(models)
+        )
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
     def collect_metrics(self) -> list[Metric]:
         models = list(self.machine.models)
-        applied = {model_id: self.acting([model_id]).version for model_id in models}
+        applied = {model_id: self.newest_shown([model_id]).version for model_id in models}
         return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
 
     def _open_side_channel(self) -> None:
@@ -322,9 +324,9 @@ class WorkerLink(Applying, Memory):
         if (trainer := self.machine.session.trainer) is None:
             return
         process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
-        if process == self._watched and not self.trainer_lost:
+        if process == self._watched_process and not self.trainer_lost:
             return
-        self._watched = process
+        self._watched_process = process
         self.trainer_lost = False
         if self._watch is not None:
             self._watch.close()
@@ -344,10 +346,10 @@ class WorkerLink(Applying, Memory):
 
     def act_on_changes(self) -> None:
         now, machine = self.loop.time(), self.machine
-        if self.observer.follows:
-            self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
+        if self.observer.has_listeners:
+            self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
-            self._offer()
+            self._offer_to_gate()
         if machine.asked is not None:
             self.verifying.begin()
         while machine.fetches:
@@ -390,7 +392,7 @@ class WorkerLink(Applying, Memory):
     # -- where slabs come from ---------------------------------------------------------------------------------------
 
     def _transport(self, model_id: str) -> Carrier:
-        transport = self.transports.get(model_id, self._common)
+        transport = self.transports.get(model_id, self._guest_transport)
         assert transport is not None
         return transport
 
@@ -400,7 +402,11 @@ class WorkerLink(Applying, Memory):
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
         transport = self._transport(model_id)
-        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
+        return (
+            transport.acquire_slab(layout, pool)
+            if adopts or transport.receives_into_own_slabs
+            else pool.acquire(layout)
+        )
 
     def opens(self, pid: int) -> bool:
         return opens_memory(pid)
@@ -430,12 +436,12 @@ class WorkerLink(Applying, Memory):
         reads = True
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self.transports)) or self.cascade.task is not None
+            reads = not await self._detach_models(list(self.transports)) or self.cascade.task is not None
             reads = reads or self.machine.taken is not None
         finally:
-            await self._end(reads)
+            await self._finish_shutdown(reads)
 
-    async def _detach(self, models: Iterable[str]) -> bool:
+    async def _detach_models(self, models: Iterable[str]) -> bool:
         """Models outlive their schemes: they must not show what the trainer writes later. False if one may."""
         await self.verifying.stop()
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
@@ -448,7 +454,7 @@ class WorkerLink(Applying, Memory):
                 done = await finish(self.thread.submit(transport.detach_models)) and done
         return done
 
-    async def _end(self, reads: bool) -> None:
+    async def _finish_shutdown(self, reads: bool) -> None:
         if self.closed:
             return
         self.machine.bye("shutdown", reads=reads)

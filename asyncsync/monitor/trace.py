@@ -50,7 +50,7 @@ class Monitoring:
         return cls(None if metrics_port is None else _address(metrics_port), tracing)
 
     @property
-    def here(self) -> Monitoring:
+    def in_this_process(self) -> Monitoring:
         """What applies in this process."""
         return self if self.pid == os.getpid() else Monitoring(*self.__reduce__()[1])
 

@@ -38,9 +38,9 @@ PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may hav
 
 
 class FastPath(Protocol):
-    """Applies each AGAIN in few steps, as long as nothing else happens; see :mod:`asyncsync.bus.steady`."""
+    """Applies each AGAIN in few steps, as long as nothing else happens; see :mod:`asyncsync.bus.fast_path`."""
 
-    def take(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
+    def try_apply(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
     def end(self) -> None: ...
 
 

@@ -340,7 +340,7 @@ class RPCCore(RemoteCallCore):
         loop = asyncio.get_running_loop()
         await self._open(timeout)
         link = self._bus.open_trainer()
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.serve(self.topic, loop.time())
         machine.assemble(self.topic)  # workers that were not called yet are not waited for
         link.act_on_changes()

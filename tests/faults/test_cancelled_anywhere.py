@@ -144,7 +144,7 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
     if slots is None:
         is_free = link.pool.slabs <= 2
     else:
-        caught_up = link.caught_up()
+        caught_up = link.end_fast_path()
         targets = set(caught_up.targets.slabs())
         lent = {slab for leases in caught_up.leases.of.values() for _, slab in leases.slabs.values()}
         is_free = slots.used == targets | lent and len(slots.used) <= 1 and slots.slabs <= 2
@@ -341,7 +341,7 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     planted.pack_by(monkeypatch, wait_until_there)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
-    await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
+    await eventually(lambda: sender.bus._link and sender.bus._link.end_fast_path().peers)
     session = receiver.bus._link.machine.session
     offered = []
     welcome = session.welcome

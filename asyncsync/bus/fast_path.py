@@ -2,17 +2,17 @@
 
 For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
 it in nothing but version and bytes. These lie in shared memory, from where every worker copies them out at once, or are
-few enough to travel with the announcement. Then a :class:`SteadyTrainer` has two slabs for itself: the newest version,
+few enough to travel with the announcement. Then a :class:`TrainerFastPath` has two slabs for itself: the newest version,
 and one to write the next into. It announces the next version to all workers with one message (AGAIN), and counts the
 answers, which are all the same message too (the short APPLIED).
 
 Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` counts versions and serials, and else stands still. Before
 anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
-:meth:`SteadyTrainer.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
+:meth:`TrainerFastPath.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
 to know, for the next version is published only when everybody has answered. From there on the machine goes on by
 itself, and finds out what was lost as it always does.
 
-In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the trainer's two slots, if there are any,
+In a worker, a :class:`WorkerFastPath` is ready for the next AGAIN: it knows the trainer's two slots, if there are any,
 and has two slabs of this worker's own, the one that holds the newest version and one to copy the next into. It changes
 the state of the :class:`asyncsync.protocol.worker.Worker` itself, which looks afterwards as if the update had come the
 general way. It takes a message whole or not at all. Whatever is unusual about one (a reader, another Parameter, an
@@ -51,7 +51,7 @@ KEPT_WINDOWS = 2  # as many slots as the trainer has for it
 _is_cpu = attrgetter("is_cpu")
 
 
-class SteadyTrainer:
+class TrainerFastPath:
     """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
 
     ``newest`` is the newest version's slab, which this takes a reference to; ``acquire`` returns others, with a
@@ -80,10 +80,10 @@ class SteadyTrainer:
         assert newest.layout is self._next.layout is known.layout
         self._workers = workers
         self._send = send
-        self._known = known
+        self._source_cache = known
         self._began = 0.0
         self._unsent: list[Peer] = []
-        self._again = self._done = b""
+        self._again = self._expected = b""
         self._payload: list[Buffer] = []
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
@@ -93,16 +93,16 @@ class SteadyTrainer:
             before.release()
         slab = self._next
         slab.forget()
-        memory = self._known.again(flat)
+        memory = self._source_cache.again(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
         else:
             on_cpu = not flat.values and all(map(_is_cpu, flat.tensors.values()))
-            tensors = self._known.layout.arrange(flat) if on_cpu else None
+            tensors = self._source_cache.layout.arrange(flat) if on_cpu else None
             if tensors is None:
                 return False
             pack(slab, flat, tensors=tensors)
-            self._known.learn(flat)
+            self._source_cache.learn(flat)
         machine, targets = self._machine, self._machine.targets
         epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1
@@ -113,7 +113,7 @@ class SteadyTrainer:
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
         machine.serial = serial
-        self._again, self._payload, self._done, self.waiting, self._unsent = again, payload, done, waiting, unsent
+        self._again, self._payload, self._expected, self.waiting, self._unsent = again, payload, done, waiting, unsent
         return True
 
     def announce(self) -> bool:
@@ -127,7 +127,7 @@ class SteadyTrainer:
 
     def answer(self, peer: Peer, header: Buffer, now: float) -> bool:
         """A message without payload has come from a worker; False if it is not the one that is waited for."""
-        if header != self._done or peer not in self.waiting:
+        if header != self._expected or peer not in self.waiting:
             return False
         peer.last_seen = now
         self.waiting.remove(peer)
@@ -148,19 +148,19 @@ class SteadyTrainer:
 
     def _hand_over(self) -> None:
         self._next.release()
-        if self._done:  # at least one version was published
+        if self._expected:  # at least one version was published
             waiting, unsent = self.waiting, self._unsent
             self._machine.catch_up(self.model_id, self._newest, self._workers, waiting, unsent, self._began)
         else:
             self._newest.release()
 
 
-class SteadyWorker:
+class WorkerFastPath:
     """The steady state of one model (:meth:`asyncsync.protocol.worker.Worker.steady`).
 
     ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
     reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
-    the general way finds them. ``goes_straight`` returns whether an update waits for readers only.
+    the general way finds them. ``needs_only_gate`` returns whether an update waits for readers only.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class SteadyWorker:
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
         show: Show,
-        goes_straight: Callable[[], bool],
+        needs_only_gate: Callable[[], bool],
     ) -> None:
         assert machine.session.epoch is not None
         self._machine = machine
@@ -182,7 +182,7 @@ class SteadyWorker:
         self._gate = gate
         self._window = window
         self._show = show
-        self._goes_straight = goes_straight
+        self._needs_only_gate = needs_only_gate
         self._epoch = machine.session.epoch
         self._prefix = HEAD.pack(FIXED, Again.kind, *self._epoch)
         binding = machine.models[model_id]
@@ -197,7 +197,7 @@ class SteadyWorker:
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
-    def take(self, frames: Sequence[memoryview], now: float) -> bytes | None:
+    def try_apply(self, frames: Sequence[memoryview], now: float) -> bytes | None:
         """Apply what an AGAIN brings, header and payload, and return the answer. None: it has to go the general way;
         nothing was done.
 
@@ -214,9 +214,9 @@ class SteadyWorker:
             return None
         if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
             return None
-        if not self._goes_straight():
+        if not self._needs_only_gate():
             return None
-        window = self._brought(bytes(header[_AGAIN.size :]), length, frames[1:])
+        window = self._bytes_of(bytes(header[_AGAIN.size :]), length, frames[1:])
         if window is None:
             return None
         slab.memory[:] = window
@@ -228,7 +228,7 @@ class SteadyWorker:
             raise
         except BaseException:
             self._is_interrupted = True
-            self._resume(base, version, slab)
+            self._stage_interrupted(base, version, slab)
             raise
         if not passed or not self._is_applied:
             self._version = before
@@ -244,7 +244,7 @@ class SteadyWorker:
         self._newest, self._next = slab, newest
         return encode_applied(self._epoch, serial)
 
-    def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
+    def _stage_interrupted(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
         """After an interrupt: what was begun is staged, and goes the general way."""
         machine = self._machine
         staging = Staging(
@@ -268,7 +268,7 @@ class SteadyWorker:
         self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
         self._is_applied = True
 
-    def _brought(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:
+    def _bytes_of(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:
         """The bytes that come with an AGAIN, or which its descriptor names; None: the general way finds them."""
         if not length and not descriptor and payload and len(payload[0]) == self._next.nbytes:
             return payload[0]
