@@ -1,8 +1,8 @@
-"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, a timer, and the end.
+"""The base of both ends of a bus: a ZeroMQ context on the running event loop, a timer, waiting coroutines, shutdown.
 
-A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state
-machine, sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a
-socket, so cancelling a caller cannot lose a message."""
+Only callbacks drive a link. The event loop calls it when a socket is readable or its timer is due. The link feeds its
+state machine, sends the messages in the machine's outbox, and wakes the coroutines whose condition holds by now. No
+coroutine awaits a socket, so cancelling a caller cannot lose a message."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-# Copies up to this size are made on the loop; larger ones in the work thread.
+# The event loop makes copies of up to this size itself; the work thread makes larger ones.
 INLINE_BYTES = 4 << 20
 LINGER_MS = 500
-FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
-EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
-LATE = 0.02  # a loop that is later than this has been blocked, or had no core
-TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
-# Of the environment: "0" turns off what is shorter in a training loop, in this process.
-FAST = "ASYNCSYNC_FAST"
+FORGOTTEN_LINGER_MS = 100  # shorter, because the garbage collector waits for it
+EXIT_SECONDS = 1.0  # for one link, when its loop or the process ends; at exit, all links together get twice as long
+LATE = 0.02  # seconds; if the timer fires later than this, the event loop was blocked, or had no core
+TICK = 0.25  # seconds between two ticks; deadlines are seconds away, so a delay of one tick does no harm
+FAST = "ASYNCSYNC_FAST"  # an environment variable: "0" turns off the fast path in this process
 
 
 def is_fast_path_on() -> bool:
@@ -48,14 +47,20 @@ def is_fast_path_on() -> bool:
 
 
 class Link(ABC):
-    """Base of the trainer's and the worker's link. ``descriptors`` is how many file descriptors its peers will take:
-    raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
-    of those who wait; ``timer`` is None in a callback of it; ``settled`` is called whenever the state machine may have
-    changed."""
+    """Base of the trainer's and the worker's link. Raises NotConnected if this process has too few file descriptors
+    left: it needs ``descriptors`` for the peers, beside the link's own.
+
+    Attributes:
+        waiters: the predicate that each waiting coroutine waits for, by the future that wakes it.
+        dropped: how many received messages were dropped, by reason.
+        on_change: is called after each change of the state machine; None: nothing is.
+        timer: calls :meth:`_tick`; None while it does.
+        stalled_seconds: how late the event loop has called the timer, in total.
+    """
 
     metrics: Metrics | None = None
-    stalled_seconds = 0.0  # seconds that the event loop was late, all in all
-    _at_exit: Finalize | None = None  # while it is open
+    stalled_seconds = 0.0
+    _at_exit: Finalize | None = None  # None until the link is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
         if why := shortage(PER_LINK + descriptors):
@@ -74,26 +79,27 @@ class Link(ABC):
         self._at_loop_end: AsyncGeneratorType[None, None] | None = None
 
     def opened(self) -> None:
-        """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
+        """The last step of a constructor: from now on the link is shut down at exit, even if the user does not."""
         _open_links.add(self)
         if self.metrics is not None:
-            reference = weakref.ref(self)  # a bus that is forgotten is not to be kept by its figures
+            reference = weakref.ref(self)  # the metrics must not keep a link alive that the user has dropped
 
-            def look() -> list[Metric]:
+            def collect() -> list[Metric]:
                 link = reference()
                 return [] if link is None else link.collect_metrics()
 
-            self.metrics.attach(self.loop, look)
-        # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
-        # asyncsync.runtime.loop_thread, which shuts down those on its loop.
+            self.metrics.attach(self.loop, collect)
+        # Not atexit: multiprocessing's children do not run that, and this must run before this process joins its
+        # children, which may wait for it. By its priority it runs after asyncsync.runtime.loop_thread's finalizer,
+        # which shuts down the links on that loop.
         self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
     def shut_down_with_loop(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
-        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before. If its
-        object no longer exists, :meth:`shutdown` is called instead.
+        """Call ``end`` when the loop ends (``asyncio.run`` returns), or :meth:`shutdown` if the object of ``end`` no
+        longer exists. If the link is shut down before, nothing is called.
 
-        An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
-        been cancelled, and while the loop still runs.
+        How: ``loop.shutdown_asyncgens()`` closes each asynchronous generator that has begun. It does so after all tasks
+        were cancelled, and while the loop still runs.
         """
         at_loop_end = _shut_down_at_loop_end(self, end)
         assert isinstance(at_loop_end, AsyncGeneratorType)
@@ -115,7 +121,7 @@ class Link(ABC):
 
     @property
     def is_inherited(self) -> bool:
-        """True in a forked child: the link is its parent's."""
+        """True in a forked child, because the link is the parent's."""
         return self.pid != os.getpid()
 
     # The state machine of each side:
@@ -125,18 +131,18 @@ class Link(ABC):
 
     @abstractmethod
     def act_on_changes(self) -> None:
-        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
+        """After each change of the state machine: send the messages in its outbox, set the timer, wake the waiters."""
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """Send BYE, close everything, release everything. Idempotent."""
+        """Send BYE, close the sockets and release the slabs. Idempotent."""
 
     def collect_metrics(self) -> list[Metric]:
         return link_metrics(self.dropped, self.stalled_seconds)
 
     @abstractmethod
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
-        """What :meth:`shut_down_without_loop` does, one after the other, whether or not one fails."""
+        """What :meth:`shut_down_without_loop` calls, in this order. If one raises, it calls the others all the same."""
 
     def _set_timer(self, now: float) -> None:
         if not self.closed:
@@ -153,31 +159,32 @@ class Link(ABC):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around every callback: an exception that escapes is a bug of the bus, and must not leave callers waiting."""
+        """Put around each callback. An exception that escapes is a bug of the bus: :meth:`crash` passes it on to the
+        callers, who would otherwise wait without end."""
         try:
             yield
         except Exception as error:
             self.crash(error)
 
-    def count_dropped(self, error: ProtocolError, sender: str) -> None:
-        """Count a message that changed nothing; log the first of its kind."""
+    def count_dropped(self, error: ProtocolError, source: str) -> None:
+        """Count a message that was dropped because of this error; log the first one with each reason."""
         reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
-            # As text: a log that keeps its records would keep what the error's traceback refers to.
-            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", sender, str(error))
+            # str(error), because a log that keeps its records would keep what the error's traceback refers to.
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", source, str(error))
 
     def crash(self, error: BaseException) -> None:
-        """A bug of the bus surfaced in a callback: no caller may wait for ever on it."""
+        """A callback has raised, which is a bug of the bus. Each waiting and later call raises it."""
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)
         self.notify()
 
     def check_usable(self) -> None:
-        """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
-        another process or event loop, WeightSyncError if a callback has failed."""
+        """Raise ClosedError if this link was shut down, RuntimeError if the caller is in another process or on another
+        event loop, WeightSyncError if a callback has raised."""
         if self.pid != os.getpid():
             raise RuntimeError("this scheme or bus was connected before the fork; connect again in the child process")
         if self.closed:
@@ -188,15 +195,16 @@ class Link(ABC):
             raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
 
     def check_loop(self) -> None:
-        """Raise RuntimeError on another loop than the link's own."""
+        """Raise RuntimeError if the running event loop is not the link's."""
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
     async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
-        as :meth:`check_usable`, also if this link is shut down or fails meanwhile.
+        """Wait until the predicate holds; returns False if the timeout (seconds; None: no limit) expires first. Raises
+        as :meth:`check_usable`, also if this link is shut down or crashes meanwhile.
 
-        When this returns, the predicate holds: the state that woke the waiter may be over a moment later.
+        If this returns True, the predicate holds at that moment: it is evaluated again after each wake-up, because the
+        state may have changed before the coroutine runs.
         """
         self.check_usable()
         deadline = None if timeout is None else self.loop.time() + timeout
@@ -217,28 +225,31 @@ class Link(ABC):
         return True
 
     def notify(self) -> None:
-        """The state may have changed: evaluate every predicate, and wake those whose predicate holds."""
+        """The state may have changed: wake each coroutine whose predicate holds now."""
         for waiter, predicate in list(self.waiters.items()):
             if not waiter.done():
                 try:
                     is_over = self.closed or self.failure is not None or predicate()
                 except Exception:
-                    is_over = True  # raised where the waiter waits, and nowhere else
+                    is_over = True  # the woken coroutine evaluates it again, and raises this to its own caller
                 if is_over:
                     waiter.set_result(None)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
-        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
+        """Have the event loop call this; may be called in any thread. Does nothing if the loop is closed, because then
+        no coroutine waits for it."""
         call_soon(self.loop, function)
 
     async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
-        """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
+        """Run a function that touches this many bytes: at once if they are few, else in the work thread. If the caller
+        is cancelled, this waits for the thread before it raises."""
         if nbytes <= INLINE_BYTES:
             return function()
         return await finish(self.thread.submit(function))
 
     def shut_down_without_loop(self, linger_ms: int) -> None:
-        """:meth:`shutdown` without the loop, which will never run. Waits ``linger_ms`` at most for the BYE to leave."""
+        """Do what :meth:`shutdown` does when the event loop will not run any more. Waits at most ``linger_ms`` until
+        the BYE is sent."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
@@ -247,12 +258,11 @@ class Link(ABC):
             stack.callback(self.thread.abandon)
             if self.metrics is not None:
                 stack.callback(self.metrics.close)
-            stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
+            stack.callback(self.context.destroy, linger_ms)  # closes sockets that are still open, too
             for step in reversed(self._closing_steps(linger_ms)):
                 stack.callback(step)
 
     def _cancel_exit_hooks(self) -> None:
-        """The link is ending: nobody else has to see to that."""
         _open_links.discard(self)
         if self._at_exit is not None:
             self._at_exit.cancel()
@@ -265,7 +275,7 @@ class Link(ABC):
         try:
             if self.metrics is not None:
                 await finish(self.thread.submit(self.metrics.close))
-            # term() waits for the sockets' linger, LINGER_MS at most.
+            # term() waits until the sockets have sent everything, at most LINGER_MS.
             await finish(self.thread.submit(self.context.term))
         finally:
             await self.thread.close()
@@ -293,12 +303,12 @@ async def _shut_down_at_loop_end(
 
 
 def _shut_down_all() -> None:
-    """The process ends: send BYE to the other sides and remove this process's files, but do not keep it waiting."""
+    """At the exit of the process: send BYE to the other ends and remove this process's files, within a time limit."""
     deadline = time.monotonic() + 2 * EXIT_SECONDS
     for link in [one for one in _open_links if not one.is_inherited]:
         seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
         try:
-            if link.loop.is_running():  # in a daemon thread
+            if link.loop.is_running():  # in a daemon thread, which exit does not stop
                 asyncio.run_coroutine_threadsafe(link.shutdown(), link.loop).result(seconds)
             else:
                 link.shut_down_without_loop(min(LINGER_MS, int(1000 * seconds)))
@@ -307,15 +317,16 @@ def _shut_down_all() -> None:
 
 
 class FairLock(asyncio.Lock):
-    """A lock that coroutines get in order, within a time limit. ``waiting`` counts those that do not have it yet."""
+    """A lock that coroutines get in the order in which they ask, within a time limit. ``waiting`` counts the coroutines
+    that wait for it."""
 
     waiting = 0
 
     async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
-        """Acquire it. Raises AckTimeout, which says what ``late`` returns, if the others have it until the deadline, a
-        time of the loop's clock."""
+        """Acquire the lock. Raises AckTimeout with the text that ``late`` returns, if the lock is not free by the
+        deadline (a time of the loop's clock)."""
         if not self.waiting and not self.locked():
-            await self.acquire()  # at once
+            await self.acquire()  # does not suspend, and needs no timer
             return
         self.waiting += 1
         try:
