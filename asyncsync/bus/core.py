@@ -1,9 +1,9 @@
-"""Bus: what a trainer and its workers share — one address, one version counter, one gate per worker, several models.
+"""Bus: one address, one version counter and one gate per worker, which a trainer and its workers share for all models.
 
-:class:`BusCore` holds configuration, the schemes that have joined, and private coroutines; :class:`asyncsync.Bus` and
-:class:`asyncsync.sync.Bus` put an API over it. A scheme without ``bus=`` has a bus of its own. A Bus (like a scheme)
-can be pickled: it carries its address and configuration, never sockets, tasks or weights; nothing is bound or connected
-before ``connect``.
+:class:`BusCore` has the configuration, the schemes that have joined, and coroutines that both APIs use;
+:class:`asyncsync.Bus` and :class:`asyncsync.sync.Bus` add the public methods. A scheme without ``bus=`` has a bus of
+its own. Buses and schemes can be pickled: they carry the address and the configuration, never sockets, tasks or
+weights. Nothing is bound or connected before ``connect``.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metad
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
-MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
+MAX_VERSION = 1 << 62  # the limit for the version of a checkpoint, so that there is room for later versions
 SHARED = {
     "num_workers": None, "min_workers": 1, "allow_plaintext": False, "checksum": None, "keys": None, "fanout": False,
     "compress": None, "delta": False, "monitoring": UNMONITORED, "connect_endpoint": None,
 }  # fmt: skip
 """The settings on which all schemes of a bus must agree, and their defaults."""
 CONFIGURATION = (*SHARED, "endpoint", "drawn", "uid")
-"""What a pickled bus carries."""
+"""The attributes that a pickled bus carries."""
+# The constructor's argument for each setting whose name differs from it.
 ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
-# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+# The bus that this process uses, by (uid, worker_idx, pid). Each scheme that was pickled separately brings a copy of
+# its bus; here all of them find the one copy whose connection they share.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 
 Workers = int | Iterable[int] | None
@@ -67,7 +69,7 @@ Metadata = Mapping[str, Any] | None
 
 T = TypeVar("T")
 
-# -- options. A scheme with a bus of its own takes those that its transport can use (asyncsync.schemes.options) --------
+# -- options; a scheme with a bus of its own has those that its transport can use (asyncsync.schemes.options) ----------
 
 Endpoint = Annotated[
     str | None,
@@ -87,10 +89,10 @@ Fanout = Annotated[
 
 @described
 class LocalBusOptions(TypedDict, total=False):
-    """Of any bus, also where a scheme's bytes do not travel over it.
+    """Options of every bus, even if the scheme's bytes do not travel over it.
 
     Args:
-        connect: where workers connect, if that differs; of several, with commas between, they try one by one.
+        connect: where workers connect, if not at the endpoint; with commas between them, addresses to try in turn.
         num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
         min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow unencrypted addresses that other hosts can reach.
@@ -110,15 +112,15 @@ class LocalBusOptions(TypedDict, total=False):
 
 @described
 class WireOptions(LocalBusOptions, total=False):
-    """Of a bus over which the bytes travel.
+    """Options of a bus over which the bytes travel.
 
     Args:
         server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file.
-            While you replace the server's key, a receiver may have several, of which one is right.
-        clients: at the sender: the directory of the public certificates of the clients that it lets in.
+            While you replace the server's key, give a receiver a list: one of its files must be the right one.
+        clients: at the sender: the directory with the public certificates of the clients that may connect.
         client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
-        compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
-        delta: send a worker that has the previous version only what has changed. The sender keeps that version.
+        compress: ``"zstd"`` or ``"lz4"``: compress the weights for workers that can decode them.
+        delta: send a worker that has the previous version only the changes. The sender keeps that version.
     """
 
     server_key: KeyFile | Sequence[KeyFile] | None
@@ -130,7 +132,7 @@ class WireOptions(LocalBusOptions, total=False):
 
 @described
 class BusOptions(WireOptions, total=False):
-    """Of a ``Bus``.
+    """Options of a ``Bus``.
 
     Args:
         checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
@@ -144,16 +146,16 @@ class BusOptions(WireOptions, total=False):
 
 
 class ModelsOnBus(Protocol):
-    """A bus with all its models, or a scheme with its one: what the methods that both have need of either. They are
-    written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
+    """A bus with all its models, or a scheme with its one model. Methods that both have use only this of ``self``. They
+    are written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
 
     is_shut_down: bool
 
     def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
-        """The bus, and these models."""
+        """The bus, and the models of this bus or scheme."""
 
     def _open_bus_and_models(self) -> tuple[BusCore, list[str] | None]:
-        """The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more)."""
+        """The same; None instead of the models means all. A scheme raises an exception if it cannot be used now."""
 
     async def _shutdown(self, timeout: float) -> None: ...
 
@@ -162,8 +164,15 @@ class BusCore:
     """One address for any number of models: the base of both APIs' ``Bus``.
 
     Attributes:
-        drawn: whether the bus has drawn its address itself.
+        drawn: whether the user gave no address, so that the bus has drawn one or workers are introduced.
         keys: the paths of the certificates; None: no keys, and no encryption.
+        link: the connection; None: there is none yet.
+        loaded_version: while there is no link, the version from which a sender continues.
+        introduction: the sender's address and keys, for a worker that was introduced.
+        find_sender: finds the successor of the sender to which a worker was introduced.
+        starting_processes: workers' processes; ``connect`` fails early if one of them ends.
+        on_published: called on the loop with each version, and its workers; None: all.
+        calls: the remote calls by which a sender has its workers apply each version.
     """
 
     @declared
@@ -171,7 +180,7 @@ class BusCore:
         """Configuration only: nothing is bound or connected before ``connect``.
 
         Raises:
-            ValueError: an address that cannot work or is not safe (the message names the remedy), or an unknown codec.
+            ValueError: the address cannot work or is not safe (the message names the remedy), or the codec is unknown.
             ImportError: the codec's library is not installed.
         """
         compress, delta = options["compress"], options["delta"]
@@ -197,19 +206,18 @@ class BusCore:
         self.gate: Gate | None = None
         self._worker: int | None = None
         self._index_comes_late = False
-        self.introduction: Introduction | None = None  # a worker's
-        self.find_sender: Find | None = None  # the successor of the one that it was introduced to
-        self._constructor_num_workers = self.num_workers  # by the constructor; init_on_sender() may set it instead
-        self.starting_processes: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
+        self.introduction: Introduction | None = None
+        self.find_sender: Find | None = None
+        self._constructor_num_workers = self.num_workers  # init_on_sender() may give num_workers instead
+        self.starting_processes: tuple[Any, ...] = ()
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
-        self._extraction_lock = FairLock()  # held by a publication until it is ready to be packed
-        self.loaded_version = 0  # the version that a sender counts on from
+        self._extraction_lock = FairLock()  # a publication holds it until its weights are ready to be packed
+        self.loaded_version = 0
         self._other_api_copy: BusCore | None = None
-        # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
-        self.calls: Calls | None = None  # a sender's whose workers are called with each version
+        self.calls: Calls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -227,7 +235,7 @@ class BusCore:
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        # What is sent without a FETCH comes whole, is compressed on the loop, and goes to all subscribers.
+        # Small updates are sent with the announcement: in one piece, encoded on the loop, and to all subscribers.
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
@@ -264,15 +272,15 @@ class BusCore:
             self.gate = Gate()
 
     def for_receiver(self, worker: int | None) -> BusCore:
-        # The bus that schemes pickled apart share in this worker.
+        # The bus that schemes of this bus share in this worker, even if they were pickled separately.
         if worker is None or self.role == "sender":
             self._index_comes_late = True
             return self
         return self._shared_in_process(worker)
 
     def _shared_in_process(self, worker: int) -> BusCore:
-        """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
-        if some of them are asynchronous, others blocking."""
+        """The bus that all copies of this one use in this process as this worker: the first of them that asks. Raises
+        ValueError if some copies are asynchronous and others blocking."""
         key = (self.uid, worker, os.getpid())
         shared: BusCore | None = _receiving.get(key)
         if shared is None or shared.is_shut_down:
@@ -285,8 +293,8 @@ class BusCore:
         return shared
 
     def set_num_workers(self, num_workers: int, *, private: bool) -> None:
-        # Give this bus its num_workers. private: no other scheme may join it. Raises ValueError: it has others
-        # already, or too few for its quorum.
+        # private: no other scheme may join this bus, so init_on_sender() may replace what an earlier call gave. Raises
+        # ValueError if this bus has another number already, or one that is below min_workers.
         check_count("num_workers", num_workers)
         given = self._constructor_num_workers if private and self._link is None else self.num_workers
         if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
@@ -295,7 +303,7 @@ class BusCore:
         self.num_workers = num_workers
 
     def set_min_workers(self, min_workers: int, *, private: bool) -> None:
-        # The same for min_workers.
+        # As set_num_workers.
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
             raise _disagreement("min_workers", self.min_workers, min_workers)
@@ -303,7 +311,7 @@ class BusCore:
         self.min_workers = min_workers
 
     def with_other_api(self, kind: type[BusCore]) -> BusCore:
-        # A copy with the other API; the schemes of one bus that are converted share it.
+        # A copy of this bus with the other API. All converted schemes of this bus share it.
         copy = self._other_api_copy
         if copy is None or copy.is_shut_down or type(copy) is not kind:
             copy = self._other_api_copy = kind.__new__(kind)
@@ -313,11 +321,10 @@ class BusCore:
 
     @property
     def link(self) -> TrainerLink | WorkerLink | None:
-        # The connection; None: there is none yet.
         return self._link
 
     def read_link(self, function: Callable[[], T]) -> T:
-        # Read the link's state, where it does not change meanwhile.
+        # Call a function that reads the link's state; the blocking API's bus calls it on the link's loop.
         return function()
 
     # -- links ------------------------------------------------------------------------------------------------------
@@ -342,7 +349,7 @@ class BusCore:
         self.check_role(role)
 
     def open_trainer(self, host: str = "") -> TrainerLink:
-        # host: where to bind a free port, with keys, if the workers are introduced.
+        # host: if the workers are introduced, bind a free port of this address, with keys.
         self.check_open("sender")
         if self._link is None:
             link = TrainerLink(
@@ -361,8 +368,8 @@ class BusCore:
         return self.trainer_link()
 
     def set_origin(self, origin: Callable[[], tuple[int, bytes]]) -> None:
-        # Sender: what is published from now on stands for the version of the root of a tree that origin returns
-        # when the values are taken, and has that one's metadata unless it is given some.
+        # Sender below a tree's root: each publication calls origin, which returns a version of the root and its
+        # metadata. The new version stands for that one, and has its metadata unless the caller gives other metadata.
         self._origin = origin
         if isinstance(self._link, TrainerLink):
             self._link.origin = origin
@@ -442,8 +449,8 @@ class BusCore:
                 await scheme.connect_receiver(None, remaining)
 
     async def _extract(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
-        models or workers, or none at all."""
+        """Extract the sources from what the user gave. The blocking API calls this in its caller's thread. Raises
+        ValueError for unknown models or workers, or if there are no models."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"a bus takes {{model_id: weights}}, not {type(weights).__name__}")
         if not weights.keys() <= self.schemes.keys():
@@ -466,8 +473,8 @@ class BusCore:
         return sources
 
     def _extract_at_once(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """What :meth:`_extract` returns for everybody, where nothing has to be prepared, and nobody prepares; else
-        nothing."""
+        """As :meth:`_extract`, without waiting: if the weights are for all workers and need no preparation, and no
+        other publication is being prepared. Otherwise an empty dict."""
         lock = self._extraction_lock
         if workers is not None or lock.waiting or lock.locked() or type(weights) is not dict:
             return {}
@@ -482,9 +489,10 @@ class BusCore:
     async def _extract_in_order(
         self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
     ) -> dict[str, Source]:
-        """:meth:`_extract`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
-        must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
-        between. Raises AckTimeout if the others have not been prepared within the timeout."""
+        """:meth:`_extract`, after the publications that were called before. Without this order, a caller whose
+        ``prepare_weights`` takes long could publish older weights as the newer version. :meth:`Publishing.publish`
+        keeps the order, if nothing is awaited in between. Raises AckTimeout if the others take longer than the
+        timeout."""
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
@@ -497,7 +505,7 @@ class BusCore:
     async def announce(
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
     ) -> int:
-        # Snapshot and announce, for now or until it is committed; returns the version.
+        # Publish the weights, or stage them; returns the version.
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         if not (sources := self._extract_at_once(weights, workers)):
             sources = await self._extract_in_order(weights, workers, DEFAULT_TIMEOUT)
@@ -506,8 +514,9 @@ class BusCore:
     async def await_staged(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: wait until workers have a version ready, or a newer one. Raises PartialSendError, which names each
-        # worker that has not, and why; NotConnected if nobody is to get it; ValueError: it was dropped.
+        # Sender: wait until workers have staged or applied this version, or a newer one. Raises PartialSendError, which
+        # says for each other worker why it has not; NotConnected if the version is for no connected worker, or for
+        # fewer than the quorum; ValueError: the version was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         machine = link.end_fast_path()
         machine.check_issued(version)
@@ -527,7 +536,8 @@ class BusCore:
     async def commit_and_wait(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: have what is staged applied, and wait until workers have done so. Raises ValueError: it is not staged.
+        # Sender: commit the staged version, and wait until workers have applied it. Raises ValueError: this version is
+        # not staged.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         machine = link.end_fast_path()
         staged = machine.targets.staged
@@ -540,7 +550,7 @@ class BusCore:
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     def drop_staged(self, version: int) -> None:
-        # Sender: what is staged goes to nobody. Raises ValueError: it is not staged.
+        # Sender: no worker applies the staged version. Raises ValueError: this version is not staged.
         link = self.trainer_link()
         machine = link.end_fast_path()
         machine.check_staged(version)
@@ -551,7 +561,8 @@ class BusCore:
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:
-        """The sender's link, and whom to wait for. Raises ValueError: there is no such version, worker or quorum."""
+        """The sender's link, and the workers to wait for. Raises ValueError for a version that was not published, a
+        worker that does not exist, or a quorum that is too large."""
         check_timeout(timeout)
         link = self.trainer_link()
         if not 0 < version <= link.issued:
@@ -570,12 +581,11 @@ class BusCore:
         *,
         stages: bool = False,
     ) -> int:
-        """:meth:`announce` of what was extracted. Raises ValueError for weights of single workers that are behind a
-        relay."""
+        """Publish or stage the extracted weights. Raises ValueError if some are for single workers behind a relay."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
-        whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
+        chosen = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         behind = link.machine.behind.workers
-        for worker in whom:
+        for worker in chosen:
             if worker in behind and worker not in link.machine.peers:
                 raise ValueError(
                     f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
@@ -584,7 +594,7 @@ class BusCore:
         deadline = link.loop.time() + timeout
         version = await link.publish(sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages)
         if self.on_published is not None:
-            link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
+            link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(chosen) or None))
         if self.calls is not None and not stages:
             self.calls.begin(version, workers, list(sources))
         return version
@@ -597,9 +607,9 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        # Announce, and wait until the workers have applied it, or as many of them as the quorum needs. Raises
-        # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
-        # has not applied it, and why.
+        # Publish, and wait until all its workers have applied the version, or as many as the quorum says. Raises
+        # NotConnected, with nothing published, if too few workers are connected; PartialSendError, which says for each
+        # other worker why it has not applied the version.
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
@@ -628,7 +638,7 @@ class BusCore:
     async def await_version(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None = None
     ) -> None:
-        # Wait until workers have applied a version; on a receiver, until this one has.
+        # Sender: wait until workers have applied a version. Receiver: wait until this worker has.
         check_timeout(timeout)
         if self.role == "receiver":
             if quorum is not None:
@@ -639,7 +649,7 @@ class BusCore:
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     async def verify_model(self, model_id: str, worker_ids: Workers, timeout: float) -> Differences:
-        # Sender: compare what the workers' models hold with what they should have.
+        # Sender: compare the tensors of the workers' models with those of the versions that they should have.
         check_timeout(timeout)
         link, workers = self.trainer_link(), as_workers(worker_ids)
         link.check_workers(workers)
@@ -647,12 +657,12 @@ class BusCore:
         return await link.verifying.verify(model_id, workers, timeout)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
-        # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
+        # Receiver: wait until each of these models is at most max_lag versions behind the sender.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
         return await self.worker_link().wait_lag(models, max_lag, timeout)
 
-    # -- what both APIs show ------------------------------------------------------------------------------------------
+    # -- the same in both APIs ----------------------------------------------------------------------------------------
 
     def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
         return self, self.schemes
@@ -661,18 +671,18 @@ class BusCore:
         return self, None
 
     def hold(self: ModelsOnBus) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
-        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
-        ``bus.hold()``, the newest that any of its models shows."""
+        """A block (``with`` or ``async with``) in which this receiver applies no update to any model of its bus. In
+        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` belong to the weights that the block
+        reads; with ``bus.hold()``, to the newest version that any model of the bus shows."""
         bus, models = self._open_bus_and_models()
         return bus.hold_of(bus.schemes if models is None else models)
 
     @property
     def version(self: ModelsOnBus) -> int:
-        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
-        version that the model shows; of a bus, the newest that any of its models shows. 0: none.
+        """Sender: the newest version published on this bus; a version that a worker has refused does not count.
+        Receiver: the version that the model shows; of a bus, the newest that any of its models shows. 0: none.
 
-        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        On a receiver it changes together with the model: inside a ``hold()`` it is the version that the block reads.
         """
         bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
@@ -681,8 +691,8 @@ class BusCore:
 
     @property
     def epoch(self: ModelsOnBus) -> str:
-        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
-        follows; empty while there is none."""
+        """Identifies this sender, or the sender that this receiver follows: 37 characters, which sort by the senders'
+        age. Versions of different epochs cannot be compared. Empty while there is no sender."""
         bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return epoch_text(link.machine.epoch)
@@ -690,13 +700,13 @@ class BusCore:
 
     @property
     def metadata(self: ModelsOnBus) -> dict[str, Any]:
-        """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
-        switches with the model, as the version does."""
+        """A copy of the ``metadata=`` that was published with :attr:`version`; empty if there was none. On a receiver
+        it changes together with the model, as the version does."""
         bus, models = self._bus_and_models()
         return bus.metadata_of(models)
 
     def state_dict(self: ModelsOnBus) -> dict[str, int]:
-        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
+        """Sender: the state that a checkpoint must keep so that versions continue: ``{"version": …}``.
 
         Raises:
             RuntimeError: on a receiver, which gets its versions from the sender.
@@ -706,11 +716,11 @@ class BusCore:
         return {"version": bus.version}
 
     def load_state_dict(self: ModelsOnBus, state: Mapping[str, int]) -> None:
-        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
+        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call this
         before or after ``connect``; all schemes of a bus share the version.
 
         Raises:
-            ValueError: not such a state, or its version is older than the current one; nothing was changed.
+            ValueError: this is not such a state, or its version is older than the current one; nothing was changed.
             ClosedError: this bus was shut down.
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
@@ -732,8 +742,9 @@ class BusCore:
         return self.is_shut_down or bus.is_shut_down
 
     def status(self: ModelsOnBus) -> BusStatus:
-        """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
-        sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
+        """Sender: for each worker its applied version, target, lag, last seen, and state. Receiver: its own version,
+        and its sender's ``state`` and ``last_seen``. ``refused`` counts connections and messages that were refused
+        because of keys."""
         bus, models = self._bus_and_models()
         return bus.read_link(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
@@ -743,7 +754,7 @@ class BusCore:
         return Hold(self.gate, lambda: self.newest_shown(models).shown)
 
     def newest_shown(self, models: Collection[str]) -> Acting:
-        # Receiver: the newest that these models show.
+        # Receiver: the newest version that any of these models shows.
         return self._link.newest_shown(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
@@ -769,26 +780,27 @@ class BusCore:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
+        """How many messages were dropped, by reason: malformed, oversized, of an unknown layout or peer, of another
+        epoch."""
         return {} if self._link is None else dict(self._link.dropped)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """``(host, port)`` where this process serves metrics; None: it does not, or not yet."""
+        """``(host, port)`` at which this process serves metrics; None: it does not, or not yet."""
         return None if self._link is None or self._link.metrics is None else self._link.metrics.address
 
     def report(self) -> Report:
-        """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
+        """The report that ``asyncsync top`` shows of this sender. Raises NotConnected if it is not connected."""
         return self.read_link(self.trainer_link().report)
 
     def newest_target(self) -> int:
-        # Receiver: the newest version that its models show, or that any model is to have; 0: none.
+        # Receiver: the newest version that any of its models shows or should have; 0: none.
         if not isinstance(link := self._link, WorkerLink):
             return 0
         return max([link.newest_shown(self.schemes).version, *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
-        # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.
+        # Receiver: raise Fenced if another process has taken this worker's place.
         if isinstance(link := self._link, WorkerLink) and isinstance(ended := link.machine.session.ended, Fenced):
             raise Fenced(*ended.args)
 
@@ -805,15 +817,15 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:
-    """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
-    their models. All of them are blocking, or all asynchronous.
+    """Move schemes that each have a bus of their own onto one bus, before they are initialised, so that one update can
+    carry all their models. Either all schemes are blocking, or all are asynchronous.
 
     The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
-    copies made from now on find each other in a worker; copies made earlier still have the address of old.
+    copies that are made from now on find each other in a worker; copies made earlier keep their old address.
 
-    Returns the common bus; None: there is none, because they share several buses already, or there are no schemes.
-    Raises, with nothing changed, ValueError for several explicit endpoints, or settings that one bus cannot have;
-    RuntimeError if a scheme is initialised or connected already.
+    Returns the common bus; None if there are no schemes, or if they share several buses already. Raises, with nothing
+    changed, ValueError if there are several explicit endpoints, or settings that one bus cannot have; RuntimeError if a
+    scheme is initialised or connected already.
     """
     schemes = list(schemes)
     for scheme in schemes:
@@ -835,7 +847,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name, default in SHARED.items():  # workers connect to the endpoint itself unless connect= says otherwise
+    for name, default in SHARED.items():  # a connect_endpoint like the bus's endpoint is no setting
         values = {getattr(bus, name) for bus in buses if getattr(bus, name) not in (default, bus.endpoint)}
         if len(values) > 1:
             argument = ARGUMENTS.get(name, name)
