@@ -1,4 +1,4 @@
-"""The trainer's end of a bus: a Trainer on the running loop, behind one ROUTER socket."""
+"""The trainer's end of a bus: a ``Trainer`` state machine on the running event loop, and one ROUTER socket."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-# An event loop that has been blocked for so long while weights were to be fetched delivers them too late.
+# Warn if the event loop was blocked for longer than this while workers were fetching weights.
 BLOCKED_SECONDS = 1.0
-KEYED_DESCRIPTORS = 3  # who asks whether somebody is let in, and who tells of those that were not
+KEYED_DESCRIPTORS = 3  # for the socket that checks clients' keys, and the monitor that reports refused connections
 
 
 class TrainerLink(Publishing):
-    """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
-    descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``;
-    with ``keys``, only those whose keys are listed. ``broadcast`` is what workers can subscribe to; None: nothing.
+    """Binds the endpoint, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or this process
+    has too few file descriptors left. With ``keyed``, only workers that were introduced may connect, and the endpoint's
+    port may be ``*``; with ``keys``, only clients whose keys are listed. ``broadcast`` is the socket to which workers
+    can subscribe; None: there is none.
     """
 
-    introductions: Introductions  # if it is keyed
+    introductions: Introductions  # only with keyed=True
     broadcast: Broadcast | None = None
 
     def __init__(
@@ -65,20 +66,21 @@ class TrainerLink(Publishing):
         keys: KeyFiles | None = None,
         monitoring: Monitoring = UNMONITORED,
     ) -> None:
-        # Its connection; on this host, its side channel, and its process's end; else what it has subscribed to.
+        # Per worker: its connection; on this host also its side channel and the watch over its process; with fan-out
+        # its subscription.
         is_local = endpoint.startswith("ipc://")
         self._descriptors_per_worker = 3 if is_local else 2 if settings.fanout else 1
-        of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
-        descriptors = self._descriptors_per_worker * (num_workers or 1) + of_all
+        shared = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
+        descriptors = self._descriptors_per_worker * (num_workers or 1) + shared
         machine = Trainer((time.time_ns(), secrets.randbits(62)), this_process(), num_workers, settings)
         super().__init__(descriptors, machine, min_workers, hooks_of(monitoring.tracing))
         self.reporter = Reporter(machine, self.loop.time, lambda: self.refused, self.dropped)
-        self._warned_of_blocking = False  # of an event loop that was blocked
+        self._warned_of_blocking = False
         self._loaded_version = 0  # of the last checkpoint that was loaded
-        self._issued_before_load = 0  # what :attr:`issued` was before that
+        self._issued_before_load = 0  # the value of `issued` before that
         self._watches: dict[bytes, ProcessWatch] = {}
         self._broadcast_endpoint = endpoint if settings.fanout and not is_local else None
-        self._keys_removed = 0  # keys, when the broadcast was opened
+        self._keys_removed = 0  # how many keys had been removed when the broadcast socket was opened
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
@@ -123,7 +125,7 @@ class TrainerLink(Publishing):
         self.verifying = TrainerVerifying(self)
 
     def _open_broadcast(self, endpoint: str) -> None:
-        """Let workers subscribe, beside this address. They can do without."""
+        """Open a socket beside this address to which workers can subscribe. If that fails, there is no fan-out."""
         protect = (lambda socket: None) if self.admission is None else self.admission.guard
         try:
             self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
@@ -150,19 +152,19 @@ class TrainerLink(Publishing):
 
     @property
     def issued(self) -> int:
-        """The last version that a publication has returned; some worker may still refuse it. 0: none."""
-        counted = self.machine.version
-        return self._issued_before_load if counted == self._loaded_version else counted
+        """The version that a publication returned last; a worker may still refuse it. 0: none."""
+        version = self.machine.version
+        return self._issued_before_load if version == self._loaded_version else version
 
     def continue_from(self, version: int) -> None:
-        """Count on from this version, which is not below the trainer's."""
+        """The next publication gets the version after this one, which is not below the trainer's."""
         self._issued_before_load, self._loaded_version = self.issued, version
         self.end_fast_path().targets.carry_on(version)
 
-    # -- the workers, for those who call -------------------------------------------------------------------------------
+    # -- what callers check and wait for -------------------------------------------------------------------------------
 
     def check_workers(self, workers: list[int] | None, quorum: int | None = None) -> None:
-        """Raise ValueError for workers that do not exist, and for a quorum that so many workers cannot be."""
+        """Raise ValueError if a worker does not exist, or if the quorum is larger than the number of workers."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
@@ -177,30 +179,30 @@ class TrainerLink(Publishing):
     def require_workers(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
     ) -> list[int]:
-        """The workers that have some of these models. Raises NotConnected if no worker has one of them; for an elastic
-        trainer, if fewer than ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises
-        ValueError as :meth:`check_workers`."""
+        """The workers that have any of these models. Raises NotConnected if a model has no worker, or too few: an
+        elastic trainer needs ``min_workers``, and as many as the ``quorum`` if ``workers`` is None. Raises ValueError
+        as :meth:`check_workers`."""
         self.check_workers(workers, quorum)
-        machine = self.machine  # who is there, and with which models, does not change on the fast path
+        machine = self.machine  # no end_fast_path(), because the fast path changes no worker and no worker's models
         needed, name = self.min_workers, "min_workers"
         if quorum is not None and workers is None and quorum > needed:
             needed, name = quorum, "quorum"
-        there: list[int] = []
+        present: list[int] = []
         for model_id in models:
-            there = machine.membership.eligible([model_id])
-            if machine.num_workers is None and len(there) < needed:
-                text = f"only {len(there)} workers are connected, but {name}={needed} are needed"
-            elif machine.num_workers is not None and not there:
+            present = machine.membership.eligible([model_id])
+            if machine.num_workers is None and len(present) < needed:
+                text = f"only {len(present)} workers are connected, but {name}={needed} are needed"
+            elif machine.num_workers is not None and not present:
                 text = "no worker can apply this"
             else:
                 continue
-            without = [worker for worker in machine.membership.expected() if worker not in there]
-            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in without)
+            absent = [worker for worker in machine.membership.expected() if worker not in present]
+            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in absent)
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which also reaches workers that connect later"
             )
-        return there if len(models) == 1 else machine.membership.eligible(models)
+        return present if len(models) == 1 else machine.membership.eligible(models)
 
     async def wait_applied(
         self,
@@ -211,39 +213,40 @@ class TrainerLink(Publishing):
         begun: float,
         calls: Calls | None = None,
         quorum: int | None = None,
-        there: list[int] | None = None,
+        present: list[int] | None = None,
     ) -> None:
-        """Wait until these workers, or as many of them as the ``quorum`` needs, have applied at least this version, and
-        the ``calls`` of their objects have ended. Raises PartialSendError, which names each worker that has not, and
-        why; NotConnected if nobody is to get it.
+        """Wait until these workers, or as many of them as the ``quorum`` says, have applied this version or a newer
+        one, and their remote ``calls`` have ended. Raises PartialSendError, which says for each other worker why it has
+        not; NotConnected if the version is for no connected worker.
 
-        The timeout counts from ``begun``, a time of the loop's clock. ``there``: the workers that were there just
-        before the version was published; where too few of them are left, the error names the missing ones.
+        The timeout counts from ``begun``, a time of the loop's clock. ``present`` are the workers that were connected
+        just before the version was published: if too few of them are left, the error names the missing ones.
         """
         machine = self.end_fast_path()
         progress = machine.progress
         chosen = progress.targeted(version, models) if workers is None else workers
         needs_one = self.min_workers > 0 or machine.num_workers is not None
-        if there and len(chosen) < max(quorum or 0, needs_one):
-            chosen = sorted({*chosen, *there})
+        if present and len(chosen) < max(quorum or 0, needs_one):
+            chosen = sorted({*chosen, *present})
         if not chosen and needs_one:
             self.require_workers(machine.targets.models if models is None else models, workers, quorum)
             raise NotConnected(f"no connected worker is to get version {version} (any more)")
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
-        late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
+        # Look at one worker that has not applied the version, not at all workers after each answer.
+        outstanding = list(chosen)
         outcome = Outcome()
 
         def done() -> bool:
             nonlocal outcome
             machine.check_open()
             if quorum is None and calls is None:
-                while late and not progress.is_outstanding(late[-1], version, models):
-                    late.pop()
-                if late:
+                while outstanding and not progress.is_outstanding(outstanding[-1], version, models):
+                    outstanding.pop()
+                if outstanding:
                     return False
             outcome = _outcome_with_calls(progress, version, chosen, models, calls)
-            late[:] = outcome.waiting  # also one that was lost, and is there again
+            outstanding[:] = outcome.waiting  # a worker that was lost may have connected again
             return outcome.is_over(quorum)
 
         if not await self.wait(done, max(0.0, begun + timeout - self.loop.time())):
@@ -251,10 +254,10 @@ class TrainerLink(Publishing):
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
-        """Raise PartialSendError if workers lack a version after this time, unless a quorum has it."""
+        """Raise PartialSendError if a worker has failed or has not answered, unless as many as the quorum have."""
         if quorum is not None and len(outcome.acked) >= quorum:
             return
-        # Where too many have failed for a quorum, the others are not late.
+        # If too many have failed for the quorum, the wait has ended early: the others are not late.
         waiting = outcome.waiting if quorum is None or not outcome.is_over(quorum) else ()
         late = {worker: self.machine.progress.timeout_of(worker, version, timeout, step) for worker in waiting}
         if failed := outcome.failed | late:
@@ -263,20 +266,21 @@ class TrainerLink(Publishing):
     async def wait_for_workers(
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
-        """Wait until the expected workers have these models and have applied what there is; until ``deadline``, by the
-        loop's clock, which the caller gave as ``timeout``; or until one of the workers' ``processes`` has ended.
+        """Wait until the expected workers have connected with these models, and have applied the weights, if there are
+        any. The wait ends at ``deadline`` (by the loop's clock; the user gave it as ``timeout``), or when one of the
+        workers' ``processes`` has ended.
 
-        Raises PartialSendError if a worker cannot take the weights: then no worker was given any; NotConnected, which
-        names the missing workers and why, if not all were there in time.
+        Raises PartialSendError if a worker refuses the weights (then no worker has been sent any) or fails to apply
+        them; NotConnected, which names the missing workers and why, if not all have connected in time.
         """
         machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
 
         def is_hopeless(version: int) -> bool:
-            if machine.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+            if machine.num_workers is None:  # a worker that comes later and does not fit fails only its own connect()
                 rejection = machine.targets.rejection
                 return any(rejection(w, version, models) is not None for w in membership.expected())
-            # A lost worker may come back; one that cannot take the weights will not change its mind.
+            # A lost worker may come back; a worker that has refused or failed stays that way.
             failed = progress.of(version, membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
@@ -299,7 +303,7 @@ class TrainerLink(Publishing):
 
     def _not_connected(self, why: str, models: list[str]) -> NotConnected:
         membership, progress = self.machine.membership, self.machine.progress
-        # First those that the others may be waiting for.
+        # First the workers that are missing, because the others may be waiting for them.
         expected = sorted(membership.expected(), key=lambda worker: worker in self.machine.peers)
         reasons = [reason for worker in expected if (reason := progress.why_absent(worker, models))]
         if self.machine.num_workers is None:
@@ -345,14 +349,15 @@ class TrainerLink(Publishing):
         self.act_on_changes()
 
     def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
-        """Whoever may connect may ask how everything is; nothing changes with that."""
+        """Any client that may connect may ask for a report. The machine does not see the question."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
-            self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
+            self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
             self._socket.flushed()
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
-        """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is answered then."""
+        """The key of this message. Raises ProtocolError if the key's holder may not send it; then a HELLO is answered
+        with BYE."""
         try:
             key = admission.check(frame, instruction, self.machine.membership.at(route))
         except ProtocolError as error:
@@ -361,10 +366,11 @@ class TrainerLink(Publishing):
                 self.act_on_changes()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._expel_revoked()  # whoever has had the place: nobody would know of that key any more
+            self._expel_revoked()  # now, because the new key replaces the record of the key that had this place
         return key
 
     def _expel_revoked(self) -> None:
+        """Turn away workers whose keys were taken off the list."""
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.machine.peers):
@@ -372,7 +378,8 @@ class TrainerLink(Publishing):
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
         if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
-            # A subscriber cannot be cut off alone, so all others are told of another port.
+            # A single subscriber cannot be disconnected, so the broadcast moves to another port, which only the
+            # remaining workers are told.
             self._keys_removed = self.admission.removed
             if self.broadcast is not None:
                 self.broadcast.close()
@@ -381,9 +388,9 @@ class TrainerLink(Publishing):
             self.machine.welcome_all()
 
     def _side_channel_receiver(self, nonce: bytes) -> Receive | None:
-        """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
+        """The callback for the packets of a new side channel; None: no welcomed worker has this nonce."""
         self.end_fast_path()
-        # A newcomer's side channel may be here before the READY by which it takes its place.
+        # A newcomer may open its side channel before its READY comes, by which it takes the worker's place.
         return next(
             (partial(self._receive_packet, p) for p in self.machine.membership.welcomed if p.nonce == nonce), None
         )
@@ -406,12 +413,12 @@ class TrainerLink(Publishing):
         self.act_on_changes()
 
     def _update_watches(self) -> None:
-        """One process watch per co-located worker incarnation; no side channel to one that is gone."""
+        """Watch the process of each worker on this host; close the side channels of workers that are gone."""
         machine = self.machine
         if self.side_channels.of:
             self.side_channels.close_others({p.nonce for p in machine.membership.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in machine.peers.values() if p.local and not p.lost}
-        # One that has left may still be reading what was leased to it.
+        # A worker that has left may still be reading the slots that were leased to it.
         chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in machine.leases.of.items() if leases.pid}
         for nonce in self._watches.keys() - chosen.keys():
             self._watches.pop(nonce).close()
@@ -423,7 +430,7 @@ class TrainerLink(Publishing):
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():
             if nonce in self.side_channels.of:
-                self.side_channels.of[nonce].drain()  # its last messages
+                self.side_channels.of[nonce].drain()  # take in its last messages
             self.end_fast_path().ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
             self._update_watches()
             self.act_on_changes()
@@ -439,7 +446,7 @@ class TrainerLink(Publishing):
         self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:
-        """The event loop was blocked for so long: tell so, if somebody was waiting for weights."""
+        """The event loop was blocked for this long: warn if workers were fetching weights."""
         machine, progress = self.machine, self.machine.progress
         version = machine.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
@@ -461,7 +468,7 @@ class TrainerLink(Publishing):
             self.on_change()
 
     def _send_outbox(self) -> None:
-        """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
+        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core."""
         if self.timer is None:
             self._set_timer(self.loop.time())
         machine, channels = self.machine, self.side_channels.of
@@ -474,12 +481,12 @@ class TrainerLink(Publishing):
         try:
             while outbox:
                 route, instruction, payload = outbox.popleft()
-                if instruction is not last:  # mostly, all workers are sent the same
+                if instruction is not last:  # mostly, all workers get the same message
                     last, header = instruction, encode(instruction)
                     if self.broadcast is not None and self._send_broadcast(route, instruction, header, payload):
                         continue
                 peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
-                # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+                # Not to a worker that has not answered its last WELCOME: see net/side_channel.py on the order.
                 channel = None if peer is None or peer.unsettled else channels.get(peer.nonce)
                 if channel is not None and channel.send((header, *payload)):
                     outcome = 0
@@ -511,7 +518,7 @@ class TrainerLink(Publishing):
         return outcome == 0
 
     def _send_broadcast(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
-        """Send what was just taken from the outbox to all subscribers, if it goes to them."""
+        """Send a message that was just taken from the outbox to all subscribers; False: it is not for them."""
         assert self.broadcast is not None
         fanout = self.machine.fanout
         cast = fanout.gather(route, instruction, payload, self.machine.announcement)
@@ -519,8 +526,8 @@ class TrainerLink(Publishing):
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
         if cast is not None and isinstance(instruction, Update) and (self.serving_transports or self.observer.traces):
-            for one in fanout.reached:
-                self.update_sent(one, instruction)
+            for reached in fanout.reached:
+                self.update_sent(reached, instruction)
         return True
 
     def crash(self, error: BaseException) -> None:
@@ -544,12 +551,12 @@ class TrainerLink(Publishing):
 
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         if self.fast_path is not None:
-            self.fast_path.waiter = None  # the loop is over: nobody can be woken any more
+            self.fast_path.waiter = None  # the loop does not run any more, so the waiter cannot be woken
         return [self._send_bye, partial(self._close_all, linger_ms), self._release_endpoint]
 
     def _send_bye(self) -> None:
         self.observer.close()
-        for pool in self.pools:  # a publication that is under way must not get what workers are still reading
+        for pool in self.pools:  # a publication that still runs must not get a slab that workers are reading
             pool.close()
         self.end_fast_path().close()
         self._send_outbox()
@@ -573,7 +580,7 @@ class TrainerLink(Publishing):
 def _outcome_with_calls(
     progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
 ) -> Outcome:
-    """How far a version has come. A worker whose object is called has it when the call has ended, too."""
+    """How far a version has come. A worker that is called remotely counts only when its call has ended, too."""
     outcome = progress.of(version, chosen, models)
     if calls is None:
         return outcome
@@ -590,7 +597,7 @@ def _outcome_with_calls(
 
 
 def _describe_ended(processes: Iterable[Any]) -> str:
-    """For people: which of them has ended; empty: none."""
+    """A text that says which of these processes has ended, and how; empty: none has."""
     for process in processes:
         if hasattr(process, "exitcode"):
             code = process.exitcode
