@@ -1,9 +1,10 @@
 """Publishing: what a trainer's link does with weights, from the snapshot to the announcement.
 
-Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
-state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
-the link's thread, one after another. What is like the version before in all but its bytes may go the fast way
-(:mod:`asyncsync.bus.fast_path`): :meth:`Publishing.publish_on_fast_path` decides that.
+A publication takes slabs from pools, which may be full, packs them on the loop or in a thread, offers them to the
+transports, and has the state machine announce them. Publications keep the order in which they were called. The link's
+thread encodes pieces that are compressed or sent as differences, one after another. A version that differs from the one
+before in nothing but its bytes may take the fast path (:mod:`asyncsync.bus.fast_path`);
+:meth:`Publishing.publish_on_fast_path` decides that.
 """
 
 from __future__ import annotations
@@ -38,29 +39,30 @@ from asyncsync.wire.messages import Buffer, Update
 
 logger = logging.getLogger("asyncsync")
 
-assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
-# A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
+assert CACHED_BYTES <= INLINE_BYTES  # SourceCache.again finds slabs of up to CACHED_BYTES; copy those on the loop
+# Wait this long for a slab that libzmq is about to release, because a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
-# The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:
-# some 20 ms.
+# So many pieces are encoded in one job of the thread, which then need not wait for the loop after each piece. A
+# publication that needs the thread waits at most for one job, some 20 ms.
 ENCODED_AT_ONCE = 8
-# The fast way, from shared memory: the interpreter waits while a worker copies them.
+# The fast path copies at most this much from shared memory, because the worker's interpreter waits for the copy.
 FAST_PATH_BYTES = 1 << 20
-# Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
+# A shorter timeout takes the general path. If an answer stays out, only the link's timer ends the fast path, after a
+# quarter of a second.
 FAST_PATH_LEAST_TIMEOUT = 1.0
-# A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
-# off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
-# and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
+# The scheduler's time slice is 0.7 ms or more. If this thread has run for longer, the first worker that it wakes takes
+# its core: it would announce the update to the other workers only when that one has finished, and read its answer late.
+# So it sleeps first, which takes some 0.06 ms, and gets a new time slice.
 BUSY_SECONDS = 0.0007
 
 
 class _PackJob(NamedTuple):
-    """What has to be packed, and where."""
+    """Weights, and the slab into which to pack them."""
 
     slab: Slab
     flat: FlatWeights
-    tensors: list[torch.Tensor] | None
-    memory: list[memoryview] | None  # the bytes of each, if it was found out just now where they are
+    tensors: list[torch.Tensor] | None  # in the layout's order; None: pack() arranges them
+    memory: list[memoryview] | None  # their bytes, if these are the tensors of the last publication, in the same memory
 
     def pack(self, progress: Callable[[], None] | None = None) -> None:
         if self.memory is not None:
@@ -70,19 +72,20 @@ class _PackJob(NamedTuple):
 
 
 class Publishing(Link):
-    """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
+    """The half of a trainer's link that publishes weights.
 
     Attributes:
-        machine: the state machine. To be had by :meth:`end_fast_path`, but for what the fast path cannot have changed.
+        machine: the state machine. Read it by :meth:`end_fast_path`, unless the fast path cannot have changed what you
+            read.
         min_workers: how many workers an elastic trainer needs.
-        pool: slabs for transports that have none.
-        origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
-        order: held by the publication that is under way.
-        pools: all that shutdown must close.
-        served: by descriptor, the transports that act for each worker.
-        admission: says who gets in; None: everybody does.
-        fast_path: the fast path, while it is on.
-        is_busy: whether this thread had run for long without a rest before the latest publication.
+        pool: slabs for transports that have no pool.
+        origin: in a tree, returns the version at its root that a publication stands for, and that version's metadata.
+        publish_lock: the running publication holds it.
+        pools: the pools that shutdown must close.
+        serving_transports: by descriptor, the transports that must act for each worker.
+        admission: decides which clients may connect; None: all may.
+        fast_path: None while it is off.
+        used_time_slice: whether the latest publication has used up this thread's time slice.
     """
 
     admission: Admission | None = None
@@ -98,29 +101,29 @@ class Publishing(Link):
         self.serving_transports: dict[bytes, Carrier] = {}
         self.fast_path: TrainerFastPath | None = None
         self.used_time_slice = False
-        self._source_caches: dict[str, SourceCache] = {}  # by model, the weights that have been sent
+        self._source_caches: dict[str, SourceCache] = {}  # by model; where the published tensors lie
         self.pools = {self.pool}
-        self._awaited_pool: SlabPool | None = None  # what the publication that is under way waits for
+        self._awaited_pool: SlabPool | None = None  # in which the running publication waits for a free slab
         self._is_encoding = self._cannot_encode = False
 
     @abstractmethod
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
-        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+        """Send this message to a worker at once, by its side channel if there is one; False: it was not sent."""
 
     def end_fast_path(self) -> Trainer:
-        """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
-        anything is done to it, or its state of updates is read."""
+        """End the fast path, if it is on, and return the state machine, which then knows what the fast path has done.
+        Call this before you change the machine, or read its versions, targets or leases."""
         fast, self.fast_path = self.fast_path, None
         if fast is not None:
             fast.end()
         return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
-        """Of what was published last. From any thread."""
+        """The layout of the latest publication of a model; None: there was none. May be called in any thread."""
         known = self._source_caches.get(model_id)
         return None if known is None else known.layout
 
-    # -- the general way -----------------------------------------------------------------------------------------------
+    # -- the general path ----------------------------------------------------------------------------------------------
 
     async def publish(
         self,
@@ -133,19 +136,19 @@ class Publishing(Link):
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
-        """Snapshot the sources, make that the target, announce it; returns the version. ``stages``: the version becomes
-        the target when it is committed.
+        """Copy the sources into slabs, make these the targets, and announce them; returns the version. ``stages``: the
+        version becomes the target when it is committed.
 
-        Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
-        ``serve`` names models that are announced with these weights: a worker must not take one for a model without
-        any. Raises AckTimeout if all memory that a transport has for slabs is in use until the deadline, a time of the
-        loop's clock.
+        Publications keep the order in which they were called. If the caller is cancelled, this raises once nothing
+        reads the sources any more. ``serve`` names models that the trainer does not serve yet, whose first weights
+        these are: workers must not see such a model without weights. Raises AckTimeout if no slab is free by the
+        deadline, a time of the loop's clock.
         """
         machine, observer = self.machine, self.observer
         jobs: list[_PackJob] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
-        def late() -> str:  # the publication before this one may be waiting for a slot
+        def late() -> str:  # the publication before this one may wait for a slot; then say which worker holds it
             return f"another publication is still running: {self._why_full(self._awaited_pool)}"
 
         await self.publish_lock.acquire_until(deadline, late)
@@ -173,16 +176,17 @@ class Publishing(Link):
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
             for job in jobs:
-                self.check_usable()  # the thread of a link that was shut down meanwhile would start, and stay
+                self.check_usable()  # if the link was shut down meanwhile, a new work thread would never end
                 await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
                 if job.slab.nbytes > INLINE_BYTES:
-                    begun = self.loop.time()  # this thread has rested
-            observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
+                    begun = self.loop.time()  # this thread has waited, so it has a new time slice
+            if trace is not None:
+                observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
             for model_id, part in parts.items():
                 transport = transports[model_id]
                 slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
-                for whom, slab in slabs:
-                    if (descriptor := await transport.offer(slab, whom)) is not None:
+                for recipients, slab in slabs:
+                    if (descriptor := await transport.offer(slab, recipients)) is not None:
                         slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
                         if type(transport).serve is not Carrier.serve:
                             self.serving_transports[descriptor] = transport
@@ -211,10 +215,11 @@ class Publishing(Link):
         metadata: bytes,
         trace: Trace | None,
     ) -> int:
-        """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
+        """Announce the slab before it is packed, and send each part of it as soon as that is packed. So packing and
+        sending overlap.
 
-        One slab only: of several, the first might be applied somewhere when the second cannot be packed. Cancelled, it
-        is published all the same: the copy cannot be stopped, and is a snapshot like any other.
+        For one slab only: of several, a worker might apply the first before packing the second fails. If the caller is
+        cancelled, the version is published all the same, because the copy cannot be stopped; it is a whole snapshot.
         """
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
@@ -245,12 +250,12 @@ class Publishing(Link):
         return version
 
     def observe_staged_drop(self) -> None:
-        """What is staged is about to be dropped: tell of its end."""
+        """The staged version, if there is one, is about to be dropped: end its trace."""
         if (staged := self.machine.targets.staged) is not None:
             self.observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
-        """There is more that workers are waiting for: of a slab, or of what is made of it."""
+        """More of a slab is packed or encoded: send it to the workers that wait for it."""
         if not self.closed:
             with self.guard():
                 self.end_fast_path()
@@ -268,8 +273,9 @@ class Publishing(Link):
         count: int = 1,
         alone: bool = False,
     ) -> Slab:
-        """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
-        only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
+        """A slab for these weights. It is added to the jobs at once, because :meth:`publish` releases the slabs of all
+        jobs, whatever happens. ``alone``: this is the publication's only slab, so it is packed before other code can
+        run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
         self.pools.add(pool)
         known = self._source_caches.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
@@ -287,7 +293,7 @@ class Publishing(Link):
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
             return acquire()
-        memory = None  # a tensor may get other memory while this waits
+        memory = None  # while this waits, a tensor may get other memory
         await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
         slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
@@ -316,7 +322,7 @@ class Publishing(Link):
         if pool is None:
             return "its weights are still being copied: give a larger timeout, or publish less often"
         machine = self.machine
-        targets = machine.targets.slabs()  # those are nobody's fault
+        targets = machine.targets.slabs()  # the trainer needs these itself: no worker's fault
         holders = []
         for nonce, leases in machine.leases.of.items():
             held = leases.slabs.items()
@@ -335,12 +341,12 @@ class Publishing(Link):
     # -- transports that act for each worker ---------------------------------------------------------------------------
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
-        if self.serving_transports.get(descriptor) is transport:  # another one may number its slabs alike
+        if self.serving_transports.get(descriptor) is transport:  # another transport may have an equal descriptor
             del self.serving_transports[descriptor]
         transport.retire(descriptor)
 
     def update_sent(self, route: bytes, update: Update) -> None:
-        """This update is on its way to a worker: have the transports act that act for each worker."""
+        """This update was sent to a worker: call the transports that must act for each worker."""
         peer = self.machine.membership.routes.get(route)
         if peer is None:
             return
@@ -348,8 +354,8 @@ class Publishing(Link):
             self.observer.sent(peer.worker, update)
         for part in update.parts:
             if part.descriptor is not None and (transport := self.serving_transports.get(part.descriptor)) is not None:
-                whom = peer.worker, peer.nonce
-                transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
+                worker = peer.worker, peer.nonce
+                transport.serve(part.descriptor, *worker, partial(self._undeliverable, *worker, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         with self.guard():
@@ -361,14 +367,14 @@ class Publishing(Link):
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode_wanted(self) -> None:
-        """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
+        """Encode the next pieces that the machine has ``wanted``, unless the thread is encoding some already."""
         if self._is_encoding or self.closed:
             return
         wanted = self.machine.wanted
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
-            if encoding.users:  # else nobody is getting it any more
+            if encoding.users:  # else no worker needs it any more
                 encoding.join()
                 chosen.append((encoding, index))
         if chosen:
@@ -395,23 +401,23 @@ class Publishing(Link):
             future.result()
             self.encode_wanted()
 
-    # -- the fast way --------------------------------------------------------------------------------------------------
+    # -- the fast path -------------------------------------------------------------------------------------------------
 
     def publish_on_fast_path(
         self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
-        """Publish weights for all workers, without metadata; :meth:`complete_on_fast_path` is to follow. Returns the version; None:
-        this takes the general way, and nothing was done. Raises as :meth:`check_usable`."""
+        """Publish weights for all workers, without metadata, if the fast path can; :meth:`complete_on_fast_path` must
+        follow. Returns the version; None: nothing was done, take the general path. Raises as :meth:`check_usable`."""
         self.check_usable()
         if not self.machine.settings.fast or timeout < FAST_PATH_LEAST_TIMEOUT or len(sources) > 1:
             return None
         [(model_id, flat)] = sources.items()
         if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
             return None
-        # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
+        # A coroutine waits for a state of the machine, or publishes; or there is no timer, which ends the fast path.
         if self.waiters or self.publish_lock.waiting or self.publish_lock.locked() or self.timer is None:
             return None
-        if self.observer.has_listeners or self.origin is not None:  # each step is told; a tree's root is above this
+        if self.observer.has_listeners or self.origin is not None:  # the fast path emits no events, and sends no origin
             return None
         if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier()):
             return None
@@ -423,35 +429,35 @@ class Publishing(Link):
 
     def _begin_fast_path(self, model_id: str, transport: Carrier) -> bool:
         pool, machine = transport.pool or self.pool, self.machine
-        rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
+        streams = type(transport).offer is Carrier.offer  # then the bytes travel with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common
-        if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
-            return False  # a message with a key is checked before it counts, the general way
-        if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
+        if target is None or (target.slab.descriptor is None) is not streams or self.admission is not None:
+            return False  # with keys, only the general path checks each message
+        if target.slab not in pool or target.slab.mapped or not (streams or transport.is_at_hand):
             return False
         layout = target.slab.layout
-        if layout.nbytes > (machine.settings.eager_bytes if rides else FAST_PATH_BYTES):
+        if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):
             return False
         if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
             return False
-        if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
+        if target.slab.references > 1:  # a worker that is lost or has left may still be reading it
             return False
         peers = machine.steady(model_id)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
         if len(peers) < (self.min_workers if machine.num_workers is None else machine.num_workers):
-            return False  # sending has to report who is missing
+            return False  # the general path reports which workers are missing
         if any(peer.unsettled or peer.slow for peer in peers):
             return False
         known = self._source_caches.get(model_id)
-        if known is None or known.layout is not layout:  # that layout was only tried
+        if known is None or known.layout is not layout:  # the latest layout was not accepted
             known = self._source_caches[model_id] = SourceCache(layout)
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)
             try:
-                slab.descriptor = None if rides else transport.describe(slab)
+                slab.descriptor = None if streams else transport.describe(slab)
             except BaseException:
                 slab.release()
                 raise
@@ -460,12 +466,12 @@ class Publishing(Link):
         try:
             self.fast_path = TrainerFastPath(machine, model_id, known, target.slab, acquire, peers, self.send_now)
         except (MemoryError, RuntimeError):  # torch raises the latter
-            return False  # the general way reports it, if it cannot do without
+            return False  # the general path reports it, if it needs the memory, too
         return True
 
     async def complete_on_fast_path(self, version: int) -> bool:
-        """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
-        ended, and who still has to get it does so the general way."""
+        """Announce the version that :meth:`publish_on_fast_path` returned, and wait for the answers. True: all workers
+        have applied it. False: the fast path has ended, and the machine takes care of the workers that have not."""
         fast = self.fast_path
         if fast is not None and self.machine.targets.version == version:
             waiter = fast.waiter = self.loop.create_future()
@@ -475,10 +481,10 @@ class Publishing(Link):
                 await waiter
                 return not fast.waiting
         self.end_fast_path()
-        self.act_on_changes()  # tells those who have not been told
+        self.act_on_changes()  # announces the version to the workers to which it was not sent yet
         return False
 
     def renew_time_slice(self) -> None:
-        """To be called before workers are woken, if :attr:`used_time_slice`: a short sleep."""
+        """Sleep shortly. Call this before workers are woken, if :attr:`used_time_slice`."""
         self.used_time_slice = False
         time.sleep(1e-6)
