@@ -1,4 +1,4 @@
-"""The worker's end of a bus: a Worker on the running loop, behind one DEALER socket and a gate."""
+"""The worker's end of a bus: a ``Worker`` state machine on the running event loop, one DEALER socket, and a gate."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncsync")
 
 Read = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
-"""Reads the frames of a message; raises ProtocolError."""
+"""Decodes the frames of a message; raises ProtocolError."""
 
-ENDING_SECONDS = 2.0
+ENDING_SECONDS = 2.0  # shutdown waits at most this long for its tasks
 FETCH_DEADLINE = 60.0
 
 
 class WorkerLink(Applying, Memory):
-    """Connects, feeds the machine, sends its answers. ``side_channel`` is None until there has been one. Of an
-    address with keys, ``credentials`` returns them. ``transport``: of a relay or a guest, which takes every model that
-    the trainer serves, and applies it to nothing.
+    """Connects, feeds the machine, sends its answers. ``side_channel`` is None until the first one is opened.
+    ``credentials`` returns the keys for the address; None: it has none. ``transport`` is for relays and guests, which
+    receive every model that the trainer serves, and apply it to nothing.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerLink(Applying, Memory):
         super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
         gate.bind()
         self._guest_transport = transport
-        self._fetching: set[asyncio.Task[None]] = set()  # a task per part
+        self._fetching: set[asyncio.Task[None]] = set()  # one task for each part that a transport is fetching
         self.trainer_lost = False
         self._watch: ProcessWatch | None = None
         self._watched_process: tuple[int, str, int] | None = None
@@ -87,9 +87,11 @@ class WorkerLink(Applying, Memory):
                 socket = dealer(self.context)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
-            session, told = self.machine.session, (self._connected, self._disconnected)
+            session, on_connection = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_broadcast
-            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
+            self.whereabouts = Whereabouts(
+                socket, *receive, sender, session, credentials, find, on_connection, self.crash
+            )
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
@@ -105,8 +107,8 @@ class WorkerLink(Applying, Memory):
         takes: bool = False,
         context: Any = None,
     ) -> None:
-        """Take part in the updates of this model, and pass them on to this context. ``manual``: they wait for
-        ``receive``; ``takes``: they wait until they are taken."""
+        """Receive this model's updates, and pass them on to this context. ``manual``: an update waits until the user
+        calls ``receive``; ``takes``: it waits until the user's code takes it."""
         self.transports[model_id] = transport
         self.set_context(model_id, context)
         if manual or takes:
@@ -116,12 +118,13 @@ class WorkerLink(Applying, Memory):
         self.act_on_changes()
 
     async def unregister(self, model_id: str) -> None:
-        """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
+        """Receive no more updates of this model. When this returns, nothing writes the model, or the memory that its
+        parameters lie in."""
         self.manual.discard(model_id)
         self.cascade.remove(model_id)
         self.machine.unregister(model_id, self.loop.time())
         self.act_on_changes()
-        # Until the gate has done with what it had begun with:
+        # Wait until the gate has finished updates with which it had begun.
         await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
         if await self._detach_models([model_id]) and not self.closed:
             del self.transports[model_id]
@@ -129,17 +132,17 @@ class WorkerLink(Applying, Memory):
             self.act_on_changes()
 
     def set_context(self, model_id: str, context: Any) -> None:
-        """Pass the updates of this model on to this context, from the next one on."""
+        """From the next update on, pass this model's updates on to this context."""
         self.machine.end_fast_path()
         self.cascade.add(model_id, context)
 
     async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
-        """Update another model under this name from now on, beginning with what this worker should have. Raises
-        AckTimeout if what uses the one before does not end."""
+        """Register another model under this name; it gets the version that this worker should have. Raises AckTimeout
+        if readers or updates still use the old model at the timeout."""
         staged, deadline = self.machine.staged, self.loop.time() + timeout
         leave = Writer(self.machine.models[model_id].leave_slabs, lambda error: None)
         staged.abandon()
-        while staged or not self.gate.try_apply(leave):  # what the gate has begun with still goes to the model
+        while staged or not self.gate.try_apply(leave):  # the gate finishes an update with which it has begun
             if self.loop.time() >= deadline:
                 raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
             await asyncio.sleep(GATE_POLL)
@@ -156,7 +159,8 @@ class WorkerLink(Applying, Memory):
 
     def _connected(self) -> None:
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
-            # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
+            # No HELLO is sent, so the process at that address does not learn the nonce, without which its messages are
+            # ignored.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.machine.session.ended is None:
             self.machine.connected(self.loop.time())
@@ -184,22 +188,22 @@ class WorkerLink(Applying, Memory):
         self._receive_frames(frames, read)
 
     def _receive_frames(self, frames: list[memoryview], read_message: Read) -> None:
-        """Take in a message: the fast way if that is on, and can."""
+        """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
             now, answer = self.loop.time(), None
             try:
                 try:
                     answer = fast.try_apply(frames, now)
-                except Exception:  # also of a user's transport
-                    logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+                except Exception:  # perhaps from a user's transport
+                    logger.debug("an update takes the general path, which reports errors", exc_info=True)
                 if answer is not None:
                     self._send_answer(answer, now)
                     return
             except Exception:
                 raise
             except BaseException:
-                # Half of it may be in the model, or all of it, and not be acknowledged.
+                # The update may be in the model by half, or whole and not acknowledged.
                 self._receive_on_general_path(frames, read_message)
                 raise
         self._receive_on_general_path(frames, read_message)
@@ -215,7 +219,7 @@ class WorkerLink(Applying, Memory):
             self.act_on_changes()
             return
         if type(instruction) is Bye and self.machine.session.ended is None:
-            self.trainer_lost = True  # it writes nothing any more, and there may be another
+            self.trainer_lost = True  # it writes nothing any more, and another trainer may come
         elif type(instruction) is Welcome and self.machine.session.welcomed:
             self._watch_trainer()
             self._open_side_channel()
@@ -225,7 +229,8 @@ class WorkerLink(Applying, Memory):
             self._begin_fast_path(instruction)
 
     def _subscribe(self) -> None:
-        """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
+        """Subscribe to the trainer's broadcasts at the port in its WELCOME, if it is this trainer's: a worker that has
+        not been welcomed yet has only that of another."""
         session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
             self.whereabouts.subscribe(session.trainer.fanout)
@@ -241,14 +246,15 @@ class WorkerLink(Applying, Memory):
                 self.observer.received(instruction, payload)
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
-                # Bytes of no use yet, on a connection that is too slow for those that are; :meth:`_tick` comes back.
+                # This connection is too slow: it brings bytes of a later update before the current one is complete.
+                # :meth:`_tick` subscribes again.
                 self.whereabouts.unsubscribe()
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
         self.act_on_changes()
 
     def _begin_fast_path(self, again: Again) -> None:
-        """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
+        """Begin the fast path if this AGAIN, which was received last, was applied at once by copying a few bytes."""
         machine = self.machine
         if (found := machine.steady(again.serial)) is None:
             return
@@ -260,7 +266,7 @@ class WorkerLink(Applying, Memory):
         try:
             slab = machine.pool.acquire(newest.layout)
         except (MemoryError, RuntimeError):  # torch raises the latter
-            return  # if the next update cannot be had either, the trainer gets FAILED
+            return  # if there is no memory for the next update either, the trainer gets FAILED
         try:
             if binding.prepare(slab) is not binding.cached(slab):
                 return
@@ -269,16 +275,15 @@ class WorkerLink(Applying, Memory):
             return
         finally:
             slab.release()
-        # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        straight = partial(self.needs_only_gate, model_id)
-        machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, straight)
+        only_gate = partial(self.needs_only_gate, model_id)
+        machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, only_gate)
 
-    def _send_answer(self, done: bytes, now: float) -> None:
-        """The fast path has applied an update: send APPLIED, and do what :meth:`act_on_changes` does."""
+    def _send_answer(self, applied: bytes, now: float) -> None:
+        """The fast path has applied an update: send its APPLIED, then wake waiters and set the timer."""
         channel = self.side_channel
-        if channel is None or not (channel.open and channel.send((done,))):
-            self.whereabouts.send((done,))
+        if channel is None or not (channel.open and channel.send((applied,))):
+            self.whereabouts.send((applied,))
             self.whereabouts.flushed()
         if self.waiters:
             self.notify()
@@ -289,7 +294,7 @@ class WorkerLink(Applying, Memory):
         machine = self.machine
         seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
         targets = {m: machine.targets.get(m, 0) for m in models}
-        # What an earlier trainer sent is not this one's, whatever its number.
+        # A version of an earlier trainer does not count, whatever its number.
         marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
         current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
@@ -320,10 +325,10 @@ class WorkerLink(Applying, Memory):
             self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
     def _watch_trainer(self) -> None:
-        """Know at once when a co-located trainer dies; workers then wait for its successor."""
+        """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
         if (trainer := self.machine.session.trainer) is None:
             return
-        process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
+        process = trainer.pid, trainer.boot, trainer.namespace  # not the pid alone: containers often use the same
         if process == self._watched_process and not self.trainer_lost:
             return
         self._watched_process = process
@@ -370,11 +375,11 @@ class WorkerLink(Applying, Memory):
         self.machine.flush()
         outbox = self.machine.outbox
         if not self.machine.session.online:
-            # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
+            # Queue nothing for the next connection: it begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
         if not outbox:
             return
-        # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
+        # No side channel between HELLO and WELCOME, because a packet could arrive before the HELLO.
         channel = self.side_channel if self.machine.session.welcomed else None
         by_zmq = False
         while outbox:
@@ -385,11 +390,11 @@ class WorkerLink(Applying, Memory):
                 by_zmq = True
         if by_zmq:
             self.whereabouts.flushed()
-        # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
-        # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
+        # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
+        # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
         yield_core()
 
-    # -- where slabs come from ---------------------------------------------------------------------------------------
+    # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
     def _transport(self, model_id: str) -> Carrier:
         transport = self.transports.get(model_id, self._guest_transport)
@@ -402,11 +407,8 @@ class WorkerLink(Applying, Memory):
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
         transport = self._transport(model_id)
-        return (
-            transport.acquire_slab(layout, pool)
-            if adopts or transport.receives_into_own_slabs
-            else pool.acquire(layout)
-        )
+        is_own = adopts or transport.receives_into_own_slabs
+        return transport.acquire_slab(layout, pool) if is_own else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
         return opens_memory(pid)
@@ -416,7 +418,7 @@ class WorkerLink(Applying, Memory):
         try:
             async with asyncio.timeout(FETCH_DEADLINE):
                 await transport.fetch_slab(descriptor, slab, self.loop.time() + FETCH_DEADLINE)
-        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+        except Exception as error:  # perhaps from a user's transport: the trainer gets it as FAILED
             failure = error
         except asyncio.CancelledError:
             slab.release()
@@ -435,19 +437,20 @@ class WorkerLink(Applying, Memory):
         self.machine.leave()
         reads = True
         try:
-            # What is being passed on is copied first, by a thread that nobody can stop.
+            # If the cascade is passing an update on, its thread, which cannot be stopped, may still copy the slabs.
             reads = not await self._detach_models(list(self.transports)) or self.cascade.task is not None
             reads = reads or self.machine.taken is not None
         finally:
             await self._finish_shutdown(reads)
 
     async def _detach_models(self, models: Iterable[str]) -> bool:
-        """Models outlive their schemes: they must not show what the trainer writes later. False if one may."""
+        """Make these models independent of the trainer's memory, because they outlive their schemes and must not show
+        what the trainer writes later. Returns False if a model still depends on it."""
         await self.verifying.stop()
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
-            return True  # nobody writes there any more
+            return True  # the trainer does not write its memory any more
         if self.copying:
-            await finish(self.thread.submit(lambda: None))  # receive() is still reading
+            await finish(self.thread.submit(lambda: None))  # wait until receive() has made its copies in that thread
         done, in_use = True, self.gate.applying or self.gate.pending
         for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
             if transport.is_adopted or in_use:
@@ -470,7 +473,7 @@ class WorkerLink(Applying, Memory):
         self.notify()
         try:
             if ending:
-                # A fetch ends at once, unless it is being written; a coroutine of the user's may take its time.
+                # A cancelled fetch ends at once, unless a thread is writing; the user's coroutine may take longer.
                 await asyncio.wait(ending, timeout=ENDING_SECONDS)
         finally:
             try:
@@ -479,7 +482,7 @@ class WorkerLink(Applying, Memory):
                 self.machine.close()
 
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
-        # What the model has of the trainer's memory stays, and the BYE reports it: the model outlives this link.
+        # The model outlives this link, and may keep using the trainer's memory. The BYE reports that.
         return [self.machine.leave, self._send_bye, partial(self._close_all, linger_ms)]
 
     def _send_bye(self) -> None:
@@ -502,8 +505,8 @@ def guest_link(
     credentials: Callable[[], Credentials] | None = None,
     relaying: Relaying | None = None,
 ) -> WorkerLink:
-    """A link on the running loop that takes every model of a sender. Raises NotConnected if it cannot connect."""
-    place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
-    link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
-    link.act_on_changes()  # from now on it looks for the sender, at each of its addresses
+    """A link on the running loop that receives every model of a sender. Raises NotConnected if it cannot connect."""
+    index = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
+    link = WorkerLink(sender, index, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
+    link.act_on_changes()  # sets the timer, whose ticks try the sender's addresses in turn
     return link
