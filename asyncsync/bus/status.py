@@ -1,8 +1,8 @@
-"""Status: what each end of a bus tells of itself: to its user, to ``asyncsync top``, to Prometheus, to trace hooks.
+"""Status: what each end of a bus reports to its user, to ``asyncsync top``, to Prometheus and to trace hooks.
 
-An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
-then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
-observers say which messages are which events in the trace of a version, and tell them to the hooks.
+Any client that may connect may send an INQUIRY. A :class:`Reporter` limits the size of a report, makes new ones only
+now and then, and sends a limited number in a second. So inquiries take at most a few percent of the sender's loop. The
+observers turn the messages of a bus into events in the trace of a version, and emit these to the hooks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-ANSWERS_PER_SECOND = 20  # in a second, at most
-FRESH_SECONDS = 0.05  # so long a report is sent again as it is
-COST_FACTOR = 20  # and so many times as long as it took to make
+ANSWERS_PER_SECOND = 20
+# A report is sent again, unchanged, for this many seconds, or for this many times as long as it took to make.
+FRESH_SECONDS = 0.05
+COST_FACTOR = 20
 MAX_REASONS = 64
-MAX_TRACES = 64  # traces that are followed at once: a worker that is stopped never ends its own
-# Of the values that one message may have, so many are for the workers.
-WORKER_VALUES = 16_000
+MAX_TRACES = 64  # there must be a limit, because a worker that is stopped never ends its traces
+WORKER_VALUES = 16_000  # how many of the values that one message may have are for the workers
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
 STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
@@ -46,7 +46,7 @@ SUPERSEDED = "a newer version has come"
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What this side knows of one worker.
+    """What this side knows about one worker.
 
     Attributes:
         version: the version that the worker has applied (of several models, the oldest); 0: none yet.
@@ -58,9 +58,10 @@ class WorkerStatus:
         bytes_sent: payload bytes sent to the worker (on a receiver: received).
         reason: why the worker is lost; empty otherwise.
         role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
-        staged: the newest version that the worker has ready, or holds until its commit, and has not applied; 0: none.
-        taken: the version that the worker's own code had taken when it was last heard of; 0: none.
-        failure: why the worker could not take or apply a version; empty when it could, or has applied a newer one.
+        staged: the newest version that the worker has staged and not applied, also if it waits for a commit; 0: none.
+        taken: the version that the worker's own code had taken at its last message; 0: none.
+        failure: why the worker has refused a version or failed to apply it; empty if it has not, or has applied a newer
+            one.
         relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
             counts from the relay's last message, as long as the worker answers the relay.
     """
@@ -80,7 +81,7 @@ class WorkerStatus:
 
 
 class BusStatus(dict[int, WorkerStatus]):
-    """The workers, by their index.
+    """The status of each worker, by its index.
 
     Attributes:
         refused: with keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
@@ -95,7 +96,7 @@ class BusStatus(dict[int, WorkerStatus]):
 
 
 def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
-    """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
+    """What the trainer knows about a worker and these models; ``now`` is a time of the loop's clock."""
     peer = machine.membership.find(worker)
     targets = {m: t.version for m in models if (t := machine.targets.newest(worker, m)) is not None}
     if peer is None:
@@ -109,7 +110,7 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     lag = max((targets[m] - applied[m] for m in behind), default=0)
     seen, state = now - peer.last_seen, peer.state
     relay = None if peer.relay is None else machine.peers.get(peer.relay)
-    if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
+    if relay is not None and state == "live":  # it answers its relay; what the relay reports is as old as its message
         seen, state = now - relay.last_seen, relay.state
     problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
     ready = max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0)
@@ -123,7 +124,8 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
 
 @dataclass(eq=False)
 class Reporter:
-    """Makes the reports of one sender. ``clock`` is its loop's; ``refused`` and ``dropped`` return counts by reason."""
+    """Makes the reports of one sender. ``clock`` returns the loop's time; ``refused`` returns, and ``dropped`` has,
+    counts by reason."""
 
     _machine: Trainer
     _clock: Callable[[], float]
@@ -137,7 +139,7 @@ class Reporter:
         self._began = self._refilled = self._clock()
 
     def answer(self, token: int) -> Report | None:
-        """For an INQUIRY; None: too many have asked."""
+        """The answer to an INQUIRY; None: there were too many in the last second."""
         now = self._clock()
         self._tokens = min(float(ANSWERS_PER_SECOND), self._tokens + (now - self._refilled) * ANSWERS_PER_SECOND)
         self._refilled = now
@@ -151,7 +153,7 @@ class Reporter:
         return replace(self._last, token=token)
 
     def report(self) -> Report:
-        """As things are now; the machine has caught up with the fast path."""
+        """A new report. Call this only after the fast path has ended."""
         machine, now = self._machine, self._clock()
         peers, targets = {**machine.behind.workers, **machine.peers}, machine.targets
         names = sorted(targets.models)[: messages.MAX_REPORTED_MODELS]
@@ -162,7 +164,7 @@ class Reporter:
             else:
                 slab = current.slab
                 models.append(messages.ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
-        # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
+        # Relays come first, because there are few, and many workers depend on them. Guests that have left are omitted.
         present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
         expected = dict.fromkeys(machine.membership.expected(), 1)
         expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
@@ -206,7 +208,7 @@ class Reporter:
 
 
 def _first_line(reason: str) -> str:
-    """The first line, cut to the limit, without what a terminal would act upon."""
+    """The first line, cut to the limit, without characters that control a terminal."""
     first = reason.strip().partition("\n")[0]
     return "".join(character for character in first if character.isprintable())[: messages.MAX_REASON]
 
@@ -224,7 +226,7 @@ def _limited(reasons: Mapping[str, int]) -> dict[str, int]:
 
 
 def trainer_metrics(report: Report, published: int) -> list[Metric]:
-    """``published``: how many versions there have been."""
+    """``published``: the number of versions, with those before a checkpoint."""
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
 
@@ -240,37 +242,37 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
     seen = {key: worker.last_seen / 1000 for key, worker in workers.items() if worker.last_seen is not None}
     states = {(*key, state): float(w.state == state) for key, w in workers.items() for state in STATES}
     sizes = {(model.model_id,): float(model.nbytes) for model in report.models}
-    who = ("role", "worker")
+    labels = ("role", "worker")
     return [
         _gauge("version", "The newest version published.", {(): report.version}),
         _counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
         _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
         _gauge("workers", "Workers, by state; relays and guests.", _by_label(report.counts), ("state",)),
-        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
-        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
-        _gauge("worker_staged_version", "What it has ready, not applied.", each(lambda w: w.staged_version), who),
-        _gauge("worker_taken_version", "What its own code has taken.", each(lambda w: w.taken_version), who),
-        _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
-        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
-        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
+        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*labels, "model")),
+        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), labels),
+        _gauge("worker_staged_version", "Staged, and not applied.", each(lambda w: w.staged_version), labels),
+        _gauge("worker_taken_version", "Taken by the worker's own code.", each(lambda w: w.taken_version), labels),
+        _gauge("worker_state", "1 for the worker's current state.", states, (*labels, "state")),
+        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, labels),
+        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), labels),
         _counter("refusals", "Connections and messages that were refused.", _by_label(report.refused), ("reason",)),
     ]
 
 
 def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
-    """``status`` is of one worker; ``applied`` has the version of each model."""
+    """``status`` is that of one worker; ``applied`` has the version that each model shows."""
     [(worker, one)] = status.items()
-    who, key = ("worker",), (str(worker),)
+    labels, key = ("worker",), (str(worker),)
     versions = {(*key, name): float(version) for name, version in applied.items()}
     states = {(*key, state): float(one.state == state) for state in STATES}
     return [
-        _gauge("receiver_version", "The version that a model shows.", versions, (*who, "model")),
-        _gauge("receiver_target_version", "The version that it should have.", {key: one.target}, who),
-        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, who),
-        _gauge("receiver_staged_version", "What it has ready, not applied.", {key: one.staged}, who),
-        _gauge("receiver_taken_version", "What its own code has taken.", {key: one.taken}, who),
-        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
-        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, who),
+        _gauge("receiver_version", "The version that a model shows.", versions, (*labels, "model")),
+        _gauge("receiver_target_version", "The version that the worker should have.", {key: one.target}, labels),
+        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, labels),
+        _gauge("receiver_staged_version", "Staged, and not applied.", {key: one.staged}, labels),
+        _gauge("receiver_taken_version", "Taken by the worker's own code.", {key: one.taken}, labels),
+        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*labels, "state")),
+        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, labels),
         _counter("refusals", "Refused connection attempts.", _by_label(status.refused), ("reason",)),
     ]
 
@@ -306,9 +308,9 @@ _gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "Coun
 
 @dataclass
 class Trace:
-    """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
-    has the workers that were documentation of it and have not applied it, with the serial of what documentation them; ``awaited`` is a
-    worker that was found to be without it."""
+    """One publication of a trainer, or one update of a worker. ``info`` is part of each of its events. ``unanswered``
+    has the workers to which it was announced and which have not applied it, with the announcement's serial.
+    ``lagging_worker`` is a worker that did not have it at the last check."""
 
     info: dict[str, Any]
     began: int = field(default_factory=time.time_ns)
@@ -319,7 +321,8 @@ class Trace:
 
 
 class Observer(ABC):
-    """Tells the hooks and the debug log. ``traces`` has what is not over, by version (trainer) or serial (worker)."""
+    """Emits events to the hooks and the debug log. ``traces`` has the traces that have not ended, by version (trainer)
+    or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.traces: dict[int, Trace] = {}
@@ -327,7 +330,7 @@ class Observer(ABC):
 
     @property
     def has_listeners(self) -> bool:
-        """Whether anything wants each step: the fast path, which tells none, is off then."""
+        """Whether a hook or the debug log gets each event. Then the fast path, which emits none, is off."""
         return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
 
     def emit(self, event: str, trace: Trace | None, at: int | None = None, **more: Any) -> None:
@@ -339,7 +342,7 @@ class Observer(ABC):
         for hook in hooks:
             try:
                 hook(event, info)
-            except Exception:  # what watches an update must not end it
+            except Exception:  # a hook that fails must not make the update fail
                 self._hooks = [other for other in self._hooks if other is not hook]
                 logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
 
@@ -350,7 +353,7 @@ class Observer(ABC):
 
     @abstractmethod
     def end(self, key: int, failure: str = "") -> None:
-        """Tell that a trace is over; ``failure``: why it was not applied."""
+        """End a trace, if there is one with this key; ``failure``: why the version was not applied."""
 
     def close(self) -> None:
         for key in list(self.traces):
@@ -358,8 +361,9 @@ class Observer(ABC):
 
 
 class TrainerObserver(Observer):
-    """Follows the versions of one trainer. ``awaited`` returns a worker that may still come to hold a version of these
-    models; it asks the given one first. ``durations`` has how long each version took; None: there are no metrics."""
+    """Traces the versions of one trainer. ``awaited`` returns a worker that has not applied a version of these models
+    and still may; it looks at the given worker first. ``durations`` counts how long updates took; None: there are no
+    metrics."""
 
     durations: Histogram | None = None
 
@@ -369,7 +373,7 @@ class TrainerObserver(Observer):
         self._count = 0
 
     def begin(self, models: Iterable[str]) -> Trace | None:
-        """A publication begins; None: there are no hooks and no metrics."""
+        """A publication begins; returns its trace, or None if there are no listeners and no metrics."""
         if not self.has_listeners and self.durations is None:
             return None
         self._count += 1
@@ -400,7 +404,7 @@ class TrainerObserver(Observer):
         self.emit("deliver.committed" if is_commit else "deliver.begin", trace, worker=worker)
 
     def received(self, worker: int, instruction: Instruction) -> None:
-        """A worker has said something, which has been taken in."""
+        """The machine has taken in a worker's message."""
         if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
             failure = (
                 f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, messages.Failed) else ""
@@ -421,12 +425,12 @@ class TrainerObserver(Observer):
                 self.emit("deliver.end", trace, worker=worker, error=failure if earlier == version else SUPERSEDED)
 
     def check(self, *, everybody: bool = False) -> None:
-        """Something has changed: see which versions are over. ``everybody``: look at each of them, also at those that
-        were announced to a worker which has not answered, as it may be lost."""
+        """The machine has changed: end the traces of versions for which no worker is awaited. ``everybody``: also look
+        at versions that a worker has not answered, because it may be lost."""
         behind: set[tuple[int | str | None, ...]] = set()
         for version, trace in list(self.traces.items()):
             models = trace.info["models"]
-            # A worker that is without a version is without the later ones of these models, too.
+            # A worker that lacks a version also lacks the later versions of these models.
             if not everybody and (trace.unanswered or (trace.lagging_worker, *models) in behind):
                 continue
             trace.lagging_worker = self._awaited(version, models, trace.lagging_worker)
@@ -436,7 +440,7 @@ class TrainerObserver(Observer):
                 behind.add((trace.lagging_worker, *models))
 
     def end(self, key: int, failure: str = "") -> None:
-        # It may be over before it is packed, if no worker waits for it or the trainer was shut down.
+        # It may have ended before it was packed, if no worker waited for it or the trainer was shut down.
         if (trace := self.traces.pop(key, None)) is None:
             return
         for worker in trace.unanswered:
@@ -447,15 +451,15 @@ class TrainerObserver(Observer):
 
 
 class WorkerObserver(Observer):
-    """Follows the updates of one worker."""
+    """Traces the updates of one worker."""
 
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
         super().__init__(hooks)
         self._worker = worker
-        self._last_received = 0  # when the trainer last said something: for large weights, when their last bytes came
+        self._last_received = 0  # the time of the trainer's last message: for large weights, of their last bytes
 
     def received(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
-        """The trainer has said something. ``payload``: of what it has said to all workers."""
+        """A message has come from the trainer. ``payload``: only for a broadcast, whose CAST contains an UPDATE."""
         self._last_received = time.time_ns()
         if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
@@ -477,7 +481,7 @@ class WorkerObserver(Observer):
                 self.emit("update.committed", trace, self._last_received)
 
     def note_staged(self, staged: Iterable[Staging]) -> None:
-        """These updates are complete, and wait for the gate."""
+        """These updates are staged."""
         for staging in staged:
             if (trace := self.traces.get(staging.serial)) is not None and not trace.is_staged:
                 trace.is_staged = True
@@ -488,7 +492,7 @@ class WorkerObserver(Observer):
         self.emit("update.taken", self.traces.get(staging.serial))
 
     def finished(self, staging: Staging, error: BaseException | None) -> None:
-        """The gate, or the user's code, has applied or refused this one."""
+        """The gate or the user's code has applied this update, or has failed to."""
         for serial in [serial for serial in self.traces if serial < staging.serial]:
             self.end(serial, SUPERSEDED)
         self.end(staging.serial, "" if error is None else repr(error))
