@@ -203,7 +203,7 @@ class Applying(Link):
 
     # -- versions that the user's code takes ---------------------------------------------------------------------------
 
-    def unapplied_status(self, models: Iterable[str]) -> dict[str, Any]:
+    def unapplied(self, models: Iterable[str]) -> dict[str, Any]:
         """The fields of a WorkerStatus about versions that are not applied."""
         machine = self.machine
         ready = [*machine.staged, *([] if machine.held is None else [machine.held])]

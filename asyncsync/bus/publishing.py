@@ -56,7 +56,7 @@ FAST_PATH_LEAST_TIMEOUT = 1.0
 BUSY_SECONDS = 0.0007
 
 
-class _PackJob(NamedTuple):
+class _Pack(NamedTuple):
     """Weights, and the slab into which to pack them."""
 
     slab: Slab
@@ -145,7 +145,7 @@ class Publishing(Link):
         deadline, a time of the loop's clock.
         """
         machine, observer = self.machine, self.observer
-        jobs: list[_PackJob] = []
+        jobs: list[_Pack] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
         def late() -> str:  # the publication before this one may wait for a slot; then say which worker holds it
@@ -211,7 +211,7 @@ class Publishing(Link):
         self,
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
-        job: _PackJob,
+        job: _Pack,
         metadata: bytes,
         trace: Trace | None,
     ) -> int:
@@ -267,7 +267,7 @@ class Publishing(Link):
         flat: FlatWeights,
         model_id: str,
         pool: SlabPool,
-        jobs: list[_PackJob],
+        jobs: list[_Pack],
         deadline: float,
         *,
         count: int = 1,
@@ -288,7 +288,7 @@ class Publishing(Link):
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_PackJob(slab, flat, tensors, memory))
+            jobs.append(_Pack(slab, flat, tensors, memory))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
@@ -298,9 +298,7 @@ class Publishing(Link):
         slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
 
-    async def _wait_for_room(
-        self, pool: SlabPool, nbytes: int, jobs: list[_PackJob], deadline: float, count: int
-    ) -> None:
+    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Pack], deadline: float, count: int) -> None:
         machine = self.machine
         await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 

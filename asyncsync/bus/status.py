@@ -288,12 +288,10 @@ def _by_label(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
 
 
-def _metric(
-    kind: str, name: str, documentation: str, values: Mapping[Any, float], labels: Sequence[str] = ()
-) -> Metric:
+def _metric(kind: str, name: str, text: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
     from prometheus_client import core
 
-    family = getattr(core, kind)(f"asyncsync_{name}", documentation, labels=labels)
+    family = getattr(core, kind)(f"asyncsync_{name}", text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
     result: Metric = family
@@ -464,7 +462,7 @@ class WorkerObserver(Observer):
         if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
         if isinstance(instruction, Update | Again):
-            version = _version_of(instruction)
+            version = instruction.version if isinstance(instruction, Again) else instruction.parts[0].version
             if isinstance(instruction, Update) and instruction.phase == messages.COMMIT:
                 self._committed(version, instruction.serial)
                 return
@@ -500,7 +498,3 @@ class WorkerObserver(Observer):
     def end(self, key: int, failure: str = "") -> None:
         if (trace := self.traces.pop(key, None)) is not None:
             self.emit("update.end", trace, error=failure)
-
-
-def _version_of(update: Update | Again) -> int:
-    return update.version if isinstance(update, Again) else update.parts[0].version

@@ -24,7 +24,7 @@ from asyncsync.bus.applying import Applying
 from asyncsync.bus.link import FairLock
 from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.relays import Verification, Verified
+from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.weights.copying import clone, is_bytes, memory_of

@@ -87,11 +87,9 @@ class WorkerLink(Applying, Memory):
                 socket = dealer(self.context)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
-            session, on_connection = self.machine.session, (self._connected, self._disconnected)
+            session, events = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_broadcast
-            self.whereabouts = Whereabouts(
-                socket, *receive, sender, session, credentials, find, on_connection, self.crash
-            )
+            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, events, self.crash)
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
@@ -310,7 +308,7 @@ class WorkerLink(Applying, Memory):
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
         status = WorkerStatus(
-            version, target, lag, seen, state, machine.bytes_received, reason, **self.unapplied_status(models)
+            version, target, lag, seen, state, machine.bytes_received, reason, **self.unapplied(models)
         )
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 

@@ -106,7 +106,7 @@ class Spans:
             if kind == "update" and step in CHILD_SPANS:
                 name, since = CHILD_SPANS[step]
                 if since in times:
-                    attributes = {f"asyncsync.{field}": info[field] for field in ("worker", "version")}
+                    attributes = {f"asyncsync.{label}": info[label] for label in ("worker", "version")}
                     self._end(self._begin(name, times[since], attributes, span), now, failure)
                 times[step] = now
             elif step in ("packed", "fetched", "staged", "committed", "taken"):
