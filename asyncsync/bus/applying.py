@@ -85,7 +85,6 @@ class Applying(Link):
         return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
 
     def stop_applying(self) -> None:
-        """Apply and pass on nothing more."""
         self.cascade.close()
         for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
@@ -140,7 +139,7 @@ class Applying(Link):
                 staging.over = True
 
     def _report_results(self, offered: list[Staging]) -> None:
-        """The gate has finished these updates: pass each on to the workers below, if there are any, and report it."""
+        """The gate has finished these updates: report each, after it was passed on to the workers below, if any."""
         if self._offered is offered:
             self._offered = []
         for staging in offered:
@@ -192,14 +191,6 @@ class Applying(Link):
             self.gate.poll()
             if self.gate.pending:
                 self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
-
-    def _withdraw_unwanted(self) -> None:
-        """A caller has stopped receiving: take back manual updates for which no caller waits, if the gate has not begun
-        with them."""
-        if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
-            self._offered = []
-            if not self.closed:
-                self.act_on_changes()  # offers the other updates again
 
     # -- versions that the user's code takes ---------------------------------------------------------------------------
 
@@ -323,11 +314,14 @@ class Applying(Link):
         finally:
             for model_id in models:
                 self.receiving.remove(model_id)
-            self._withdraw_unwanted()
+            # An update that no other caller receives waits again, if the gate has not begun with it.
+            if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
+                self._offered = []
+                if not self.closed:
+                    self.act_on_changes()  # offers the other updates again
 
     def _registered(self, models: Iterable[str]) -> list[str]:
-        """Those of these models that are registered. Raises ClosedError if the schemes of all of them were shut
-        down."""
+        """Those of these models that are registered. Raises ClosedError if the schemes of all were shut down."""
         if here := [model_id for model_id in models if model_id in self.machine.models]:
             return here
         raise ClosedError("this scheme was shut down")
@@ -341,7 +335,6 @@ class Applying(Link):
             raise _copy_of(refusal)
 
     def _check_failed(self, model_id: str, version: int = 0) -> None:
-        """If this version of a model, or a newer one, could not be applied, raise its error."""
         failed, error, where = self.machine.holdings.error.get(model_id, (-1, None, None))
         if error is not None and failed >= version:
             raise error.with_traceback(where)  # drops the frames of callers to which it was raised before
@@ -356,8 +349,8 @@ class Applying(Link):
         return False
 
     def _has_applied_served(self, model_id: str, version: int) -> bool:
-        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout, and the
-        end of the session does not count."""
+        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout. The
+        caller checks whether the session has ended."""
         if (mismatch := self.machine.session.mismatch(model_id)) is not None:
             raise _copy_of(mismatch)
         if self.machine.holdings.version(model_id) >= version:
@@ -382,9 +375,8 @@ class Applying(Link):
 
     async def wait_connected(self, model_id: str, timeout: float, deadline: float) -> None:
         """Wait for the trainer's WELCOME, and for its initial weights, if it has any. A worker whose user's code takes
-        its updates does not wait for weights, but asks the root of the tree for its version. The wait ends at
-        ``deadline`` (by the loop's clock; the user gave it as ``timeout``). Raises NotConnected if it ends then, or if
-        the trainer turned this worker away."""
+        its updates does not wait for weights, but asks the root of the tree for its version. Raises NotConnected at
+        ``deadline`` (by the loop's clock; the user gave ``timeout``), or if the trainer turns this worker away."""
         machine, session = self.machine, self.machine.session
 
         def is_connected() -> bool:
@@ -421,8 +413,7 @@ class Applying(Link):
         is_connected()  # raises if the session has ended meanwhile
 
     async def wait_newer(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
-        """The mark of an applied update that is newer than ``after``; None at the timeout, also if an update could not
-        be applied."""
+        """The mark of an applied update newer than ``after``; None at the timeout, even if an update has failed."""
 
         def is_newer() -> bool:
             mark = self.mark(model_id)
@@ -471,8 +462,7 @@ class Applying(Link):
         return self.machine.holdings.held[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
-        """Wait until this worker has applied this version, or a newer one, of each of these models that should have
-        it."""
+        """Wait until this worker has applied this version or a newer one of each model that should have it."""
         machine = self.machine
 
         def are_applied() -> bool:
@@ -551,7 +541,7 @@ class Applying(Link):
 
 
 def _copy_of(error: WeightSyncError) -> WeightSyncError:
-    """An exception like this one. Raising the same object in several places would pile up tracebacks."""
+    """A fresh exception with the same message, because raising one object in several places piles up tracebacks."""
     return type(error)(*error.args)
 
 
@@ -579,8 +569,7 @@ class Cascade:
         return bool(self._contexts) and not self._closed and bool(self._active_contexts(models))
 
     def _active_contexts(self, models: Iterable[str]) -> list[Any]:
-        """The contexts of these models that have workers below them. ``cascades`` is read at each update, because a
-        collector may get workers later."""
+        """The contexts of these models that have workers, read at each update: a collector may get them later."""
         found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
         return [context for context in found.values() if getattr(context, "cascades", True)]
 

@@ -37,8 +37,7 @@ class Carrier:
         """Sender: make a packed slab available to these workers (None: all).
 
         Returns:
-            A descriptor of at most 64 KiB, which the bus sends with the announcement; None: the bus sends the bytes
-            itself.
+            A descriptor of at most 64 KiB, which the bus sends with the announcement; None: the bus sends the bytes.
         """
         return None
 
@@ -101,8 +100,8 @@ class Carrier:
         pass
 
     def detach_models(self) -> bool:
-        # Receiver: give models that use the sender's memory a copy of it. False: one still uses it. Takes a while; the
-        # bus calls it in its work thread.
+        # Receiver: give models that use the sender's memory a copy of it. False: one still uses it. Takes a while, so
+        # the bus calls it in a thread.
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:

@@ -167,12 +167,7 @@ class BusCore:
         drawn: whether the user gave no address, so that the bus has drawn one or workers are introduced.
         keys: the paths of the certificates; None: no keys, and no encryption.
         link: the connection; None: there is none yet.
-        loaded_version: while there is no link, the version from which a sender continues.
-        introduction: the sender's address and keys, for a worker that was introduced.
-        find_sender: finds the successor of the sender to which a worker was introduced.
-        starting_processes: workers' processes; ``connect`` fails early if one of them ends.
         on_published: called on the loop with each version, and its workers; None: all.
-        calls: the remote calls by which a sender has its workers apply each version.
     """
 
     @declared
@@ -206,18 +201,18 @@ class BusCore:
         self.gate: Gate | None = None
         self._worker: int | None = None
         self._index_comes_late = False
-        self.introduction: Introduction | None = None
-        self.find_sender: Find | None = None
+        self.introduction: Introduction | None = None  # of a worker: its sender's address and keys
+        self.find_sender: Find | None = None  # of an introduced worker: finds its sender's successor
         self._constructor_num_workers = self.num_workers  # init_on_sender() may give num_workers instead
-        self.starting_processes: tuple[Any, ...] = ()
+        self.starting_processes: tuple[Any, ...] = ()  # workers' processes: connect() fails if one of them ends
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
         self._extraction_lock = FairLock()  # a publication holds it until its weights are ready to be packed
-        self.loaded_version = 0
+        self.unlinked_version = 0  # a sender's version while it has no link, which continues from it
         self._other_api_copy: BusCore | None = None
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
-        self.calls: Calls | None = None
+        self.calls: Calls | None = None  # by which a sender has its workers apply each version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -235,7 +230,7 @@ class BusCore:
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        # Small updates are sent with the announcement: in one piece, encoded on the loop, and to all subscribers.
+        # Eager updates are sent as a whole, not as a difference; are compressed on the loop; go to all subscribers.
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
@@ -316,7 +311,7 @@ class BusCore:
         if copy is None or copy.is_shut_down or type(copy) is not kind:
             copy = self._other_api_copy = kind.__new__(kind)
             copy.__setstate__(self.__getstate__())
-        copy.loaded_version = max(copy.loaded_version, self.loaded_version)
+        copy.unlinked_version = max(copy.unlinked_version, self.unlinked_version)
         return copy
 
     @property
@@ -362,7 +357,7 @@ class BusCore:
                 monitoring=self.monitoring.in_this_process,
             )
             link.origin = self._origin
-            link.continue_from(self.loaded_version)
+            link.continue_from(self.unlinked_version)
             self._link = link
             link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.trainer_link()
@@ -491,8 +486,7 @@ class BusCore:
     ) -> dict[str, Source]:
         """:meth:`_extract`, after the publications that were called before. Without this order, a caller whose
         ``prepare_weights`` takes long could publish older weights as the newer version. :meth:`Publishing.publish`
-        keeps the order, if nothing is awaited in between. Raises AckTimeout if the others take longer than the
-        timeout."""
+        keeps the order, if nothing is awaited in between. Raises AckTimeout if the others take longer."""
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
@@ -536,8 +530,7 @@ class BusCore:
     async def commit_and_wait(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: commit the staged version, and wait until workers have applied it. Raises ValueError: this version is
-        # not staged.
+        # Sender: commit the staged version, and wait until workers have applied it. ValueError: it is not staged.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         machine = link.end_fast_path()
         staged = machine.targets.staged
@@ -608,8 +601,8 @@ class BusCore:
         quorum: int | None = None,
     ) -> int:
         # Publish, and wait until all its workers have applied the version, or as many as the quorum says. Raises
-        # NotConnected, with nothing published, if too few workers are connected; PartialSendError, which says for each
-        # other worker why it has not applied the version.
+        # NotConnected, with nothing published, if too few workers are there; PartialSendError, with a reason for each
+        # worker that has not applied the version.
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
@@ -687,7 +680,7 @@ class BusCore:
         bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return link.machine.published
-        return link.newest_shown(models).version if isinstance(link, WorkerLink) else bus.loaded_version
+        return link.newest_shown(models).version if isinstance(link, WorkerLink) else bus.unlinked_version
 
     @property
     def epoch(self: ModelsOnBus) -> str:
@@ -743,8 +736,7 @@ class BusCore:
 
     def status(self: ModelsOnBus) -> BusStatus:
         """Sender: for each worker its applied version, target, lag, last seen, and state. Receiver: its own version,
-        and its sender's ``state`` and ``last_seen``. ``refused`` counts connections and messages that were refused
-        because of keys."""
+        and its sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
         bus, models = self._bus_and_models()
         return bus.read_link(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
@@ -768,20 +760,19 @@ class BusCore:
 
     def continue_from(self, version: int) -> None:
         link = self._link if isinstance(self._link, TrainerLink) else None
-        now = self.loaded_version if link is None else link.machine.version
+        now = self.unlinked_version if link is None else link.machine.version
         if version < now:
             raise ValueError(
                 f"this sender is at version {now} already, and versions never go back: version {version} cannot be "
                 "loaded; load a checkpoint before the first publication"
             )
-        self.loaded_version = version
+        self.unlinked_version = version
         if link is not None:
             link.continue_from(version)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many messages were dropped, by reason: malformed, oversized, of an unknown layout or peer, of another
-        epoch."""
+        """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
         return {} if self._link is None else dict(self._link.dropped)
 
     @property

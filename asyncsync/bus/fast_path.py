@@ -87,8 +87,7 @@ class TrainerFastPath:
         self._payload: list[Buffer] = []
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
-        """Write the next version; :meth:`announce` must follow. False: these weights do not have the same layout, or
-        are not all on the CPU."""
+        """Write the next version; :meth:`announce` must follow. False: the layout differs, or not all is on the CPU."""
         if self._next.exports:  # libzmq still reads it, or the machine's last announcement has a view of it
             exported, self._next = self._next, self._acquire()
             exported.release()
@@ -162,8 +161,7 @@ class WorkerFastPath:
 
     ``part`` is the part of the last update. ``slabs`` are the slab that holds it, and a second one; both are prepared
     for this model, and this takes over the caller's references. ``window`` returns a view of the bytes that a
-    descriptor names; None: only the general path can find them. ``needs_only_gate`` returns whether an update waits for
-    nothing but the gate.
+    descriptor names; None: only the general path finds them. ``needs_only_gate``: see :class:`Applying`.
     """
 
     def __init__(
@@ -248,7 +246,6 @@ class WorkerFastPath:
         return encode_applied(self._epoch, serial)
 
     def _stage_interrupted(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
-        """After an interrupt: stage the update, so that the general path applies it."""
         machine = self._machine
         staging = Staging(
             self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}

@@ -51,10 +51,10 @@ class Link(ABC):
     left: it needs ``descriptors`` for the peers, beside the link's own.
 
     Attributes:
-        waiters: the predicate that each waiting coroutine waits for, by the future that wakes it.
+        waiters: for each coroutine that waits, the future that wakes it, and the predicate that must hold.
         dropped: how many received messages were dropped, by reason.
-        on_change: is called after each change of the state machine; None: nothing is.
-        timer: calls :meth:`_tick`; None while it does.
+        on_change: called after each change of the state machine, if not None.
+        timer: calls :meth:`_tick`; None during the call.
         stalled_seconds: how late the event loop has called the timer, in total.
     """
 
@@ -89,9 +89,8 @@ class Link(ABC):
                 return [] if link is None else link.collect_metrics()
 
             self.metrics.attach(self.loop, collect)
-        # Not atexit: multiprocessing's children do not run that, and this must run before this process joins its
-        # children, which may wait for it. By its priority it runs after asyncsync.runtime.loop_thread's finalizer,
-        # which shuts down the links on that loop.
+        # Not atexit, which multiprocessing's children do not run. This runs before the process joins its children,
+        # which may wait for it, and after asyncsync.runtime.loop_thread has shut down the links on its loop.
         self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
     def shut_down_with_loop(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
@@ -159,8 +158,7 @@ class Link(ABC):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Put around each callback. An exception that escapes is a bug of the bus: :meth:`crash` passes it on to the
-        callers, who would otherwise wait without end."""
+        """Put around each callback: an escaping exception is a bug of the bus, and must not leave callers waiting."""
         try:
             yield
         except Exception as error:
@@ -236,8 +234,7 @@ class Link(ABC):
                     waiter.set_result(None)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
-        """Have the event loop call this; may be called in any thread. Does nothing if the loop is closed, because then
-        no coroutine waits for it."""
+        """From any thread: have the event loop call this. If the loop is closed, do nothing: no coroutine waits."""
         call_soon(self.loop, function)
 
     async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
@@ -248,8 +245,7 @@ class Link(ABC):
         return await finish(self.thread.submit(function))
 
     def shut_down_without_loop(self, linger_ms: int) -> None:
-        """Do what :meth:`shutdown` does when the event loop will not run any more. Waits at most ``linger_ms`` until
-        the BYE is sent."""
+        """:meth:`shutdown` if the event loop will not run any more. Waits at most ``linger_ms`` to send the BYE."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
@@ -317,8 +313,7 @@ def _shut_down_all() -> None:
 
 
 class FairLock(asyncio.Lock):
-    """A lock that coroutines get in the order in which they ask, within a time limit. ``waiting`` counts the coroutines
-    that wait for it."""
+    """A lock that coroutines get in order, within a time limit. ``waiting`` counts the coroutines that wait for it."""
 
     waiting = 0
 

@@ -47,8 +47,7 @@ DRAIN_PATIENCE = 0.05
 ENCODED_AT_ONCE = 8
 # The fast path copies at most this much from shared memory, because the worker's interpreter waits for the copy.
 FAST_PATH_BYTES = 1 << 20
-# A shorter timeout takes the general path. If an answer stays out, only the link's timer ends the fast path, after a
-# quarter of a second.
+# Shorter timeouts take the general path: if an answer stays out, the fast path ends only after a quarter of a second.
 FAST_PATH_LEAST_TIMEOUT = 1.0
 # The scheduler's time slice is 0.7 ms or more. If this thread has run for longer, the first worker that it wakes takes
 # its core: it would announce the update to the other workers only when that one has finished, and read its answer late.
@@ -75,8 +74,7 @@ class Publishing(Link):
     """The half of a trainer's link that publishes weights.
 
     Attributes:
-        machine: the state machine. Read it by :meth:`end_fast_path`, unless the fast path cannot have changed what you
-            read.
+        machine: the state machine. Get it by :meth:`end_fast_path`, except for what the fast path cannot change.
         min_workers: how many workers an elastic trainer needs.
         pool: slabs for transports that have no pool.
         origin: in a tree, returns the version at its root that a publication stands for, and that version's metadata.
@@ -215,8 +213,7 @@ class Publishing(Link):
         metadata: bytes,
         trace: Trace | None,
     ) -> int:
-        """Announce the slab before it is packed, and send each part of it as soon as that is packed. So packing and
-        sending overlap.
+        """Announce the slab before it is packed, and send each piece once it is packed: so both take place at once.
 
         For one slab only: of several, a worker might apply the first before packing the second fails. If the caller is
         cancelled, the version is published all the same, because the copy cannot be stopped; it is a whole snapshot.

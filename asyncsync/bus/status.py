@@ -60,8 +60,7 @@ class WorkerStatus:
         role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
         staged: the newest version that the worker has staged and not applied, also if it waits for a commit; 0: none.
         taken: the version that the worker's own code had taken at its last message; 0: none.
-        failure: why the worker has refused a version or failed to apply it; empty if it has not, or has applied a newer
-            one.
+        failure: why the worker has refused or failed to apply a version; empty once it has applied a newer one.
         relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
             counts from the relay's last message, as long as the worker answers the relay.
     """
@@ -124,8 +123,7 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
 
 @dataclass(eq=False)
 class Reporter:
-    """Makes the reports of one sender. ``clock`` returns the loop's time; ``refused`` returns, and ``dropped`` has,
-    counts by reason."""
+    """Makes the reports of one sender. ``clock`` is the loop's; ``refused`` and ``dropped`` count, by reason."""
 
     _machine: Trainer
     _clock: Callable[[], float]
@@ -319,8 +317,7 @@ class Trace:
 
 
 class Observer(ABC):
-    """Emits events to the hooks and the debug log. ``traces`` has the traces that have not ended, by version (trainer)
-    or serial (worker)."""
+    """Emits events to the hooks and the debug log. ``traces`` has those that last, by version or (worker) serial."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.traces: dict[int, Trace] = {}
@@ -360,8 +357,7 @@ class Observer(ABC):
 
 class TrainerObserver(Observer):
     """Traces the versions of one trainer. ``awaited`` returns a worker that has not applied a version of these models
-    and still may; it looks at the given worker first. ``durations`` counts how long updates took; None: there are no
-    metrics."""
+    and still may; it looks at the given worker first. ``durations``: how long updates took; None without metrics."""
 
     durations: Histogram | None = None
 
@@ -479,7 +475,7 @@ class WorkerObserver(Observer):
                 self.emit("update.committed", trace, self._last_received)
 
     def note_staged(self, staged: Iterable[Staging]) -> None:
-        """These updates are staged."""
+
         for staging in staged:
             if (trace := self.traces.get(staging.serial)) is not None and not trace.is_staged:
                 trace.is_staged = True

@@ -66,8 +66,7 @@ class TrainerLink(Publishing):
         keys: KeyFiles | None = None,
         monitoring: Monitoring = UNMONITORED,
     ) -> None:
-        # Per worker: its connection; on this host also its side channel and the watch over its process; with fan-out
-        # its subscription.
+        # Per worker: its connection; on this host its side channel and its process watch; with fan-out a subscription.
         is_local = endpoint.startswith("ipc://")
         self._descriptors_per_worker = 3 if is_local else 2 if settings.fanout else 1
         shared = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
@@ -356,8 +355,7 @@ class TrainerLink(Publishing):
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
-        """The key of this message. Raises ProtocolError if the key's holder may not send it; then a HELLO is answered
-        with BYE."""
+        """The key of this message. Raises ProtocolError, after a BYE to a HELLO, if its holder may not send it."""
         try:
             key = admission.check(frame, instruction, self.machine.membership.at(route))
         except ProtocolError as error:
@@ -370,7 +368,6 @@ class TrainerLink(Publishing):
         return key
 
     def _expel_revoked(self) -> None:
-        """Turn away workers whose keys were taken off the list."""
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.machine.peers):
@@ -378,8 +375,7 @@ class TrainerLink(Publishing):
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
         if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
-            # A single subscriber cannot be disconnected, so the broadcast moves to another port, which only the
-            # remaining workers are told.
+            # A single subscriber cannot be disconnected: open another port, and tell it to the remaining workers.
             self._keys_removed = self.admission.removed
             if self.broadcast is not None:
                 self.broadcast.close()

@@ -52,8 +52,7 @@ Differences = dict[int, list[str] | NotComparable]
 
 
 def digests_of(entries: Iterable[Sequence[torch.Tensor]], is_stopped: Callable[[], bool]) -> list[bytes]:
-    """A digest for each entry of a layout, of the tensors that hold its value. If it is stopped, the digests are
-    wrong."""
+    """A digest for each entry of a layout, of the tensors that hold its value. Wrong if it was stopped."""
     return [_digest(tensors, is_stopped) for tensors in entries]
 
 
@@ -112,8 +111,7 @@ class WorkerVerifying:
                 self._link.act_on_changes()
 
     async def _digest_model(self, question: Verify) -> tuple[int, list[bytes]]:
-        """The version that a model shows, and its digests. Raises SchemaMismatch, with the reason, if there is nothing
-        to compare."""
+        """The version that a model shows, and its digests. Raises SchemaMismatch if there is nothing to compare."""
         machine, model_id = self._link.machine, self._link.machine.session.local(question.model_id)
         async with self._link.gate.hold():
             machine.end_fast_path()

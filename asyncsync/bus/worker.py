@@ -116,8 +116,7 @@ class WorkerLink(Applying, Memory):
         self.act_on_changes()
 
     async def unregister(self, model_id: str) -> None:
-        """Receive no more updates of this model. When this returns, nothing writes the model, or the memory that its
-        parameters lie in."""
+        """Receive no more updates of this model. When this returns, nothing writes the model or its memory any more."""
         self.manual.discard(model_id)
         self.cascade.remove(model_id)
         self.machine.unregister(model_id, self.loop.time())
@@ -157,8 +156,7 @@ class WorkerLink(Applying, Memory):
 
     def _connected(self) -> None:
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
-            # No HELLO is sent, so the process at that address does not learn the nonce, without which its messages are
-            # ignored.
+            # Without a HELLO the process at that address does not know the nonce, so its messages are ignored.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.machine.session.ended is None:
             self.machine.connected(self.loop.time())
@@ -227,8 +225,7 @@ class WorkerLink(Applying, Memory):
             self._begin_fast_path(instruction)
 
     def _subscribe(self) -> None:
-        """Subscribe to the trainer's broadcasts at the port in its WELCOME, if it is this trainer's: a worker that has
-        not been welcomed yet has only that of another."""
+        """Subscribe to the trainer's broadcasts. Before its WELCOME, only an earlier trainer's port is known."""
         session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
             self.whereabouts.subscribe(session.trainer.fanout)
@@ -244,8 +241,7 @@ class WorkerLink(Applying, Memory):
                 self.observer.received(instruction, payload)
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
-                # This connection is too slow: it brings bytes of a later update before the current one is complete.
-                # :meth:`_tick` subscribes again.
+                # These bytes are of no use yet, and the connection is too slow for both. _tick subscribes again.
                 self.whereabouts.unsubscribe()
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
@@ -324,8 +320,8 @@ class WorkerLink(Applying, Memory):
 
     def _watch_trainer(self) -> None:
         """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
-        if (trainer := self.machine.session.trainer) is None:
-            return
+        trainer = self.machine.session.trainer
+        assert trainer is not None
         process = trainer.pid, trainer.boot, trainer.namespace  # not the pid alone: containers often use the same
         if process == self._watched_process and not self.trainer_lost:
             return

@@ -81,8 +81,7 @@ def debug_log(event: str, info: dict[str, Any]) -> None:
 
 
 class Spans:
-    """The hook that makes OpenTelemetry spans. ``api`` is OpenTelemetry's module ``trace``, ``tracer`` one of its
-    tracers."""
+    """The hook for OpenTelemetry. ``api`` is OpenTelemetry's module ``trace``, and ``tracer`` one of its tracers."""
 
     def __init__(self, api: Any, tracer: Any) -> None:
         self._api, self._tracer = api, tracer
@@ -126,8 +125,7 @@ class Spans:
 
 
 def hooks_of(tracing: Tracing) -> list[Hook]:
-    """The hooks for the option ``tracing``. Raises ImportError, which names the extra, if it is True and OpenTelemetry
-    is not installed."""
+    """The hooks for the option. Raises ImportError, which names the extra, if it is True without OpenTelemetry."""
     if callable(tracing):
         return [tracing]
     if tracing is False or (tracing is None and "opentelemetry.trace" not in sys.modules):

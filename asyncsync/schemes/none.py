@@ -31,8 +31,8 @@ class CountingCore(BusCore):
 
     async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
         self._encoded = encode_metadata(metadata)
-        self.loaded_version += 1
-        return self.loaded_version
+        self.unlinked_version += 1
+        return self.unlinked_version
 
     async def announce_and_wait(
         self, weights: Any, worker_ids: Any, timeout: float, metadata: Metadata, quorum: int | None = None
@@ -51,7 +51,7 @@ class CountingCore(BusCore):
         return {}
 
     async def await_lag(self, *args: Any, **kwargs: Any) -> int:
-        return self.loaded_version
+        return self.unlinked_version
 
     def hold_of(self, models: Any) -> Any:
         return nullcontext(Shown(self.version, self.metadata_of(models)))
