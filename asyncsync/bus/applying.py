@@ -39,13 +39,10 @@ Mark = tuple[Epoch, int]
 class Applying(Link):
     """The half of a worker's link that applies staged updates, and on which its callers wait for them.
 
-    Attributes:
-        transports: by model.
-        shown: by model, what its readers see: epoch, version, the version at the tree's root that this one stands for
-            (without a tree, the same), and metadata. Changes together with the model, under the gate.
-        manual: the models whose updates wait for ``receive`` (``apply="on_receive"``) or ``take``.
-        receiving: a model for each caller who waits for it now, so that its updates may go through the gate.
-        copying: how many copies of applied slabs are being made.
+    ``shown`` has what each model's readers see: epoch, version, the version at the tree's root that this one stands for
+    (without a tree, the same), and metadata. It changes together with the model, under the gate. ``manual`` has the
+    models whose updates wait for ``receive`` (``apply="on_receive"``) or ``take``; ``receiving`` those of them for
+    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
     """
 
     whereabouts: Whereabouts  # of the trainer
@@ -55,7 +52,7 @@ class Applying(Link):
         self.machine = machine
         self.gate = gate
         self.observer = observer
-        self.transports: dict[str, Carrier] = {}
+        self.transports: dict[str, Carrier] = {}  # by model
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.manual: set[str] = set()
         self.receiving: list[str] = []

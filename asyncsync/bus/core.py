@@ -166,8 +166,6 @@ class BusCore:
     Attributes:
         drawn: whether the user gave no address, so that the bus has drawn one or workers are introduced.
         keys: the paths of the certificates; None: no keys, and no encryption.
-        link: the connection; None: there is none yet.
-        on_published: called on the loop with each version, and its workers; None: all.
     """
 
     @declared
@@ -197,7 +195,7 @@ class BusCore:
         self.role: str | None = None
         self.pid = 0
         self.schemes: dict[str, Member] = {}
-        self._link: TrainerLink | WorkerLink | None = None
+        self._link: TrainerLink | WorkerLink | None = None  # None until connect()
         self.gate: Gate | None = None
         self._worker: int | None = None
         self._index_comes_late = False
@@ -210,6 +208,7 @@ class BusCore:
         self._extraction_lock = FairLock()  # a publication holds it until its weights are ready to be packed
         self.unlinked_version = 0  # a sender's version while it has no link, which continues from it
         self._other_api_copy: BusCore | None = None
+        # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
         self.calls: Calls | None = None  # by which a sender has its workers apply each version
@@ -468,8 +467,8 @@ class BusCore:
         return sources
 
     def _extract_at_once(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """As :meth:`_extract`, without waiting: if the weights are for all workers and need no preparation, and no
-        other publication is being prepared. Otherwise an empty dict."""
+        """:meth:`_extract` without waiting, if the weights are for all workers and need no preparation, and no other
+        caller is preparing weights; otherwise an empty dict."""
         lock = self._extraction_lock
         if workers is not None or lock.waiting or lock.locked() or type(weights) is not dict:
             return {}
@@ -484,9 +483,9 @@ class BusCore:
     async def _extract_in_order(
         self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
     ) -> dict[str, Source]:
-        """:meth:`_extract`, after the publications that were called before. Without this order, a caller whose
-        ``prepare_weights`` takes long could publish older weights as the newer version. :meth:`Publishing.publish`
-        keeps the order, if nothing is awaited in between. Raises AckTimeout if the others take longer."""
+        """:meth:`_extract`, after the callers before: otherwise a caller whose ``prepare_weights`` takes long could
+        publish older weights as the newer version. :meth:`Publishing.publish` keeps the order, if nothing is awaited in
+        between. Raises AckTimeout if the others take longer."""
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
@@ -508,9 +507,8 @@ class BusCore:
     async def await_staged(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: wait until workers have staged or applied this version, or a newer one. Raises PartialSendError, which
-        # says for each other worker why it has not; NotConnected if the version is for no connected worker, or for
-        # fewer than the quorum; ValueError: the version was dropped.
+        # Sender: wait until workers have staged this version, or a newer one. Raises PartialSendError, with a reason
+        # for each that has not; NotConnected if it is for too few workers; ValueError if it was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         machine = link.end_fast_path()
         machine.check_issued(version)
@@ -554,8 +552,8 @@ class BusCore:
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:
-        """The sender's link, and the workers to wait for. Raises ValueError for a version that was not published, a
-        worker that does not exist, or a quorum that is too large."""
+        """The sender's link, and the workers to wait for. Raises ValueError if there is no such version or worker, or
+        the quorum is too large."""
         check_timeout(timeout)
         link = self.trainer_link()
         if not 0 < version <= link.issued:

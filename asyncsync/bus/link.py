@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
+Shutdown = weakref.WeakMethod[Callable[[], Awaitable[None]]]
 # The event loop makes copies of up to this size itself; the work thread makes larger ones.
 INLINE_BYTES = 4 << 20
 LINGER_MS = 500
@@ -50,16 +51,12 @@ class Link(ABC):
     """Base of the trainer's and the worker's link. Raises NotConnected if this process has too few file descriptors
     left: it needs ``descriptors`` for the peers, beside the link's own.
 
-    Attributes:
-        waiters: for each coroutine that waits, the future that wakes it, and the predicate that must hold.
-        dropped: how many received messages were dropped, by reason.
-        on_change: called after each change of the state machine, if not None.
-        timer: calls :meth:`_tick`; None during the call.
-        stalled_seconds: how late the event loop has called the timer, in total.
+    ``waiters`` has, for each coroutine that waits, the future that wakes it and the predicate that must hold. ``timer``
+    calls :meth:`_tick`, and is None during the call.
     """
 
     metrics: Metrics | None = None
-    stalled_seconds = 0.0
+    stalled_seconds = 0.0  # by how much the event loop called the timer too late, in total
     _at_exit: Finalize | None = None  # None until the link is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
@@ -70,8 +67,8 @@ class Link(ABC):
         self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self.context = Context()
         self.thread = WorkThread(name)
-        self.dropped: Counter[str] = Counter()
-        self.on_change: Callable[[], object] | None = None
+        self.dropped: Counter[str] = Counter()  # received messages, by the reason why they were dropped
+        self.on_change: Callable[[], object] | None = None  # called after each change of the state machine
         self.closed = False
         self.failure: BaseException | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -93,14 +90,14 @@ class Link(ABC):
         # which may wait for it, and after asyncsync.runtime.loop_thread has shut down the links on its loop.
         self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
-    def shut_down_with_loop(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
-        """Call ``end`` when the loop ends (``asyncio.run`` returns), or :meth:`shutdown` if the object of ``end`` no
-        longer exists. If the link is shut down before, nothing is called.
+    def shut_down_with_loop(self, shutdown: Shutdown) -> None:
+        """Call ``shutdown`` when the loop ends (``asyncio.run`` returns), or the link's own :meth:`shutdown` if that
+        object no longer exists. If the link is shut down before, nothing is called.
 
-        How: ``loop.shutdown_asyncgens()`` closes each asynchronous generator that has begun. It does so after all tasks
-        were cancelled, and while the loop still runs.
+        For this, an asynchronous generator is begun. ``loop.shutdown_asyncgens()`` closes it after all tasks were
+        cancelled, and while the loop still runs.
         """
-        at_loop_end = _shut_down_at_loop_end(self, end)
+        at_loop_end = _shut_down_at_loop_end(self, shutdown)
         assert isinstance(at_loop_end, AsyncGeneratorType)
         self._at_loop_end = at_loop_end
         with suppress(StopIteration):
@@ -238,8 +235,7 @@ class Link(ABC):
         call_soon(self.loop, function)
 
     async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
-        """Run a function that touches this many bytes: at once if they are few, else in the work thread. If the caller
-        is cancelled, this waits for the thread before it raises."""
+        """Run a function on the loop if it touches few bytes, else in the work thread; to its end, even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()
         return await finish(self.thread.submit(function))
@@ -288,14 +284,12 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _shut_down_at_loop_end(
-    link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]
-) -> AsyncGenerator[None, None]:
+async def _shut_down_at_loop_end(link: Link, shutdown: Shutdown) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
         if not link.closed:
-            await (end() or link.shutdown)()
+            await (shutdown() or link.shutdown)()
 
 
 def _shut_down_all() -> None:
@@ -318,8 +312,7 @@ class FairLock(asyncio.Lock):
     waiting = 0
 
     async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
-        """Acquire the lock. Raises AckTimeout with the text that ``late`` returns, if the lock is not free by the
-        deadline (a time of the loop's clock)."""
+        """Acquire the lock. Raises AckTimeout, with the text that ``late`` returns, at the deadline (by the loop)."""
         if not self.waiting and not self.locked():
             await self.acquire()  # does not suspend, and needs no timer
             return

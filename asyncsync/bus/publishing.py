@@ -2,9 +2,8 @@
 
 A publication takes slabs from pools, which may be full, packs them on the loop or in a thread, offers them to the
 transports, and has the state machine announce them. Publications keep the order in which they were called. The link's
-thread encodes pieces that are compressed or sent as differences, one after another. A version that differs from the one
-before in nothing but its bytes may take the fast path (:mod:`asyncsync.bus.fast_path`);
-:meth:`Publishing.publish_on_fast_path` decides that.
+thread compresses pieces and makes differences, one after another. A version that differs from the one before only in
+its bytes may take the fast path (:mod:`asyncsync.bus.fast_path`): :meth:`Publishing.publish_on_fast_path` decides that.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncsync")
 
 ANSWERS_PER_SECOND = 20
-# A report is sent again, unchanged, for this many seconds, or for this many times as long as it took to make.
-FRESH_SECONDS = 0.05
-COST_FACTOR = 20
+FRESH_SECONDS = 0.05  # for this long a report is sent again, unchanged
+COST_FACTOR = 20  # or for this many times as long as it took to make
 MAX_REASONS = 64
 MAX_TRACES = 64  # there must be a limit, because a worker that is stopped never ends its traces
 WORKER_VALUES = 16_000  # how many of the values that one message may have are for the workers

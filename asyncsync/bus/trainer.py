@@ -46,10 +46,9 @@ KEYED_DESCRIPTORS = 3  # for the socket that checks clients' keys, and the monit
 
 
 class TrainerLink(Publishing):
-    """Binds the endpoint, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or this process
-    has too few file descriptors left. With ``keyed``, only workers that were introduced may connect, and the endpoint's
-    port may be ``*``; with ``keys``, only clients whose keys are listed. ``broadcast`` is the socket to which workers
-    can subscribe; None: there is none.
+    """Binds the endpoint, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are
+    too few file descriptors. With ``keyed``, only introduced workers may connect, and the endpoint's port may be ``*``;
+    with ``keys``, only listed clients. ``broadcast`` is the socket to which workers can subscribe; None: there is none.
     """
 
     introductions: Introductions  # only with keyed=True
@@ -75,8 +74,7 @@ class TrainerLink(Publishing):
         super().__init__(descriptors, machine, min_workers, hooks_of(monitoring.tracing))
         self.reporter = Reporter(machine, self.loop.time, lambda: self.refused, self.dropped)
         self._warned_of_blocking = False
-        self._loaded_version = 0  # of the last checkpoint that was loaded
-        self._issued_before_load = 0  # the value of `issued` before that
+        self._loaded_version = self._issued_before_load = 0  # the last checkpoint's version, and `issued` before it
         self._watches: dict[bytes, ProcessWatch] = {}
         self._broadcast_endpoint = endpoint if settings.fanout and not is_local else None
         self._keys_removed = 0  # how many keys had been removed when the broadcast socket was opened
@@ -195,8 +193,8 @@ class TrainerLink(Publishing):
                 text = "no worker can apply this"
             else:
                 continue
-            absent = [worker for worker in machine.membership.expected() if worker not in present]
-            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in absent)
+            missing = [worker for worker in machine.membership.expected() if worker not in present]
+            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in missing)
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which also reaches workers that connect later"
@@ -232,8 +230,7 @@ class TrainerLink(Publishing):
             raise NotConnected(f"no connected worker is to get version {version} (any more)")
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
-        # Look at one worker that has not applied the version, not at all workers after each answer.
-        outstanding = list(chosen)
+        outstanding = list(chosen)  # a worker that has applied the version need not be looked at after each answer
         outcome = Outcome()
 
         def done() -> bool:
@@ -265,9 +262,9 @@ class TrainerLink(Publishing):
     async def wait_for_workers(
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
-        """Wait until the expected workers have connected with these models, and have applied the weights, if there are
-        any. The wait ends at ``deadline`` (by the loop's clock; the user gave it as ``timeout``), or when one of the
-        workers' ``processes`` has ended.
+        """Wait until the expected workers have connected with these models and applied the weights, if there are any;
+        at most until ``deadline`` (by the loop's clock; the user gave ``timeout``), or until one of their ``processes``
+        ends.
 
         Raises PartialSendError if a worker refuses the weights (then no worker has been sent any) or fails to apply
         them; NotConnected, which names the missing workers and why, if not all have connected in time.

@@ -82,10 +82,8 @@ class WorkerVerifying:
     _link: Applying
     _task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        """Answer the question that the machine was asked, unless a task does so already."""
-        question = self._link.machine.asked
-        if question is not None and self._task is None and not (self._link.machine.leaving or self._link.closed):
+    def begin_answer(self, question: Verify) -> None:
+        if self._task is None and not (self._link.machine.leaving or self._link.closed):
             # In an empty context: the caller's may be inside a hold, and the task's own hold must not count as nested.
             self._task = self._link.loop.create_task(self._answer(question), context=Context())
 

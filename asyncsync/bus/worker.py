@@ -303,9 +303,8 @@ class WorkerLink(Applying, Memory):
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(
-            version, target, lag, seen, state, machine.bytes_received, reason, **self.unapplied(models)
-        )
+        received, rest = machine.bytes_received, self.unapplied(models)
+        status = WorkerStatus(version, target, lag, seen, state, received, reason, **rest)
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
     def collect_metrics(self) -> list[Metric]:
@@ -350,7 +349,7 @@ class WorkerLink(Applying, Memory):
         if machine.staged:
             self._offer_to_gate()
         if machine.asked is not None:
-            self.verifying.begin()
+            self.verifying.begin_answer(machine.asked)
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self._transport(machine.session.local(part.model_id))
