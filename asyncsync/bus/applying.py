@@ -240,7 +240,7 @@ class Applying(Link):
 
     def give_back(self, taken: Taken, error: BaseException | None, *, unused: bool = False) -> None:
         """The user's code has applied a version, or has failed with this ``error``; ``unused``: it never got the
-        version. Without an error, raises ClosedError if this worker was shut down meanwhile, PeerLost if another
+        version. If it has applied it, raises ClosedError if this worker was shut down meanwhile, PeerLost if another
         trainer's epoch has begun."""
         machine, staging = self.machine, taken.staging
         if error is None and not (unused or self.closed or taken.is_applied):

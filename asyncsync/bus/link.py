@@ -235,7 +235,7 @@ class Link(ABC):
         call_soon(self.loop, function)
 
     async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
-        """Run a function on the loop if it touches few bytes, else in the work thread; to its end, even if cancelled."""
+        """Run a function: at once if it touches few bytes, else in the work thread, to its end even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()
         return await finish(self.thread.submit(function))
