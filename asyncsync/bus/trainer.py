@@ -262,9 +262,8 @@ class TrainerLink(Publishing):
     async def wait_for_workers(
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
-        """Wait until the expected workers have connected with these models and applied the weights, if there are any;
-        at most until ``deadline`` (by the loop's clock; the user gave ``timeout``), or until one of their ``processes``
-        ends.
+        """Wait until the expected workers have connected with these models and applied the weights, if any; at most
+        until ``deadline`` (by the loop's clock; the user gave ``timeout``), or until one of their ``processes`` ends.
 
         Raises PartialSendError if a worker refuses the weights (then no worker has been sent any) or fails to apply
         them; NotConnected, which names the missing workers and why, if not all have connected in time.

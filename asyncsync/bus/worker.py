@@ -289,8 +289,8 @@ class WorkerLink(Applying, Memory):
         seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
         targets = {m: machine.targets.get(m, 0) for m in models}
         # A version of an earlier trainer does not count, whatever its number.
-        marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
-        current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
+        shown = {m: self.shown[m] for m in models if m in self.shown}
+        current = {m: version for m, (epoch, version, *_) in shown.items() if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
         version = min((self.newest_shown([m]).version for m in behind), default=self.newest_shown(models).version)
         target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
