@@ -80,9 +80,9 @@ Fanout = Annotated[
     Option(
         False,
         check_fanout,
-        "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
-        "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time "
-        "only with many workers and large weights (docs/multi-host.md).",
+        "over tcp, send weights that three or more workers need to all of them at once; with ``compress`` or "
+        "``delta``, only weights of up to 64 KiB. It takes one more port, and one more connection per worker, and "
+        "saves CPU time only with many workers and large weights (docs/multi-host.md).",
     ),
 ]
 

@@ -199,9 +199,9 @@ class Reporter:
             pid, local = peer.hello.pid, bool(peer.local)
             versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
             reason = reason or status.failure
-        figures = status.version, status.target, status.lag, seen, status.bytes_sent
+        numbers = status.version, status.target, status.lag, seen, status.bytes_sent
         where, waiting = (pid, local, versions, status.role, status.relay), (status.staged, status.taken)
-        return WorkerReport(worker, status.state, *figures, _first_line(reason), *where, *waiting)
+        return WorkerReport(worker, status.state, *numbers, _first_line(reason), *where, *waiting)
 
 
 def _first_line(reason: str) -> str:
@@ -227,8 +227,8 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
 
-    def each(figure: Callable[[WorkerReport], float]) -> dict[tuple[str, ...], float]:
-        return {key: figure(worker) for key, worker in workers.items()}
+    def each(value: Callable[[WorkerReport], float]) -> dict[tuple[str, ...], float]:
+        return {key: value(worker) for key, worker in workers.items()}
 
     applied = {
         (*key, name): float(version)
@@ -316,7 +316,7 @@ class Trace:
 
 
 class Observer(ABC):
-    """Emits events to the hooks and the debug log. ``traces`` has those that last, by version or (worker) serial."""
+    """Emits events to hooks and the log. ``traces`` has the unfinished ones, by version (trainer) or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.traces: dict[int, Trace] = {}
@@ -417,14 +417,14 @@ class TrainerObserver(Observer):
             if earlier <= version and trace.unanswered.pop(worker, None) is not None:
                 self.emit("deliver.end", trace, worker=worker, error=failure if earlier == version else SUPERSEDED)
 
-    def check(self, *, everybody: bool = False) -> None:
-        """The machine has changed: end the traces of versions for which no worker is awaited. ``everybody``: also look
-        at versions that a worker has not answered, because it may be lost."""
+    def check(self, *, recheck_all: bool = False) -> None:
+        """The machine has changed: end the traces of versions for which no worker is awaited. ``recheck_all``: also
+        look at versions that a worker has not answered, because it may be lost."""
         behind: set[tuple[int | str | None, ...]] = set()
         for version, trace in list(self.traces.items()):
             models = trace.info["models"]
             # A worker that lacks a version also lacks the later versions of these models.
-            if not everybody and (trace.unanswered or (trace.lagging_worker, *models) in behind):
+            if not recheck_all and (trace.unanswered or (trace.lagging_worker, *models) in behind):
                 continue
             trace.lagging_worker = self._awaited(version, models, trace.lagging_worker)
             if trace.lagging_worker is None:

@@ -171,7 +171,7 @@ class TrainerLink(Publishing):
             check_count("quorum", quorum)
             most = count if workers is None else len(workers)
             if most is not None and quorum > most:
-                raise ValueError(f"quorum={quorum}, but only {most} workers are to get this version")
+                raise ValueError(f"quorum={quorum}, but this version is for only {most} workers")
 
     def require_workers(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
@@ -227,7 +227,7 @@ class TrainerLink(Publishing):
             chosen = sorted({*chosen, *present})
         if not chosen and needs_one:
             self.require_workers(machine.targets.models if models is None else models, workers, quorum)
-            raise NotConnected(f"no connected worker is to get version {version} (any more)")
+            raise NotConnected(f"version {version} is for no connected worker (any more)")
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
         outstanding = list(chosen)  # a worker that has applied the version need not be looked at after each answer
@@ -434,7 +434,7 @@ class TrainerLink(Publishing):
             self._warn_of_blocking(late)
         self._expel_revoked()
         self.machine.tick(now)
-        self.observer.check(everybody=True)
+        self.observer.check(recheck_all=True)
         self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:

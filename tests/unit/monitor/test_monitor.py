@@ -482,7 +482,7 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
     outstanding.clear()  # worker 1 is lost
     observer.check()
     assert (set(observer.traces), number_of(durations)) == ({3}, 2)
-    observer.check(everybody=True)
+    observer.check(recheck_all=True)
     assert (observer.traces, number_of(durations)) == ({}, 2), "how long it takes to be lost is no duration"
 
 
@@ -505,7 +505,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     assert len(observer.traces) == 4
     if ends == "it is lost":
         machine.membership.lose(machine.peers[stopped], "gone", desk.now)
-        observer.check(everybody=True)
+        observer.check(recheck_all=True)
     else:
         hear(desk, observer, stopped, version)
         assert number_of(durations) == 5
