@@ -316,7 +316,7 @@ class Trace:
 
 
 class Observer(ABC):
-    """Emits events to hooks and the log. ``traces`` has the unfinished ones, by version (trainer) or serial (worker)."""
+    """Emits events to hooks and log. ``traces`` has the unfinished ones, by version (trainer) or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.traces: dict[int, Trace] = {}
