@@ -466,11 +466,10 @@ class BusCore:
                 )
         return sources
 
-    def _extract_at_once(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """:meth:`_extract` without waiting, if the weights are for all workers and need no preparation, and no other
-        caller is preparing weights; otherwise an empty dict."""
-        lock = self._extraction_lock
-        if workers is not None or lock.waiting or lock.locked() or type(weights) is not dict:
+    def _extract_at_once(self, weights: Mapping[str, Any]) -> dict[str, Source]:
+        """:meth:`_extract` for all workers, without waiting, if the weights need no preparation, and no other caller is
+        preparing weights; otherwise an empty dict."""
+        if self._extraction_lock.waiting or self._extraction_lock.locked() or type(weights) is not dict:
             return {}
         found: dict[str, Source] = {}
         for topic, given in weights.items():
@@ -500,7 +499,7 @@ class BusCore:
     ) -> int:
         # Publish the weights, or stage them; returns the version.
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
-        if not (sources := self._extract_at_once(weights, workers)):
+        if workers is not None or not (sources := self._extract_at_once(weights)):
             sources = await self._extract_in_order(weights, workers, DEFAULT_TIMEOUT)
         return await self._publish(link, sources, workers, encoded, DEFAULT_TIMEOUT, stages=stages)
 
@@ -604,7 +603,7 @@ class BusCore:
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
-            if not (sources := self._extract_at_once(weights, workers)):
+            if workers is not None or not (sources := self._extract_at_once(weights)):
                 link.require_workers(weights, workers, quorum)
                 sources = await self._extract_in_order(weights, workers, timeout)
             begun = link.loop.time()
