@@ -140,9 +140,9 @@ class Link(ABC):
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         """What :meth:`shut_down_without_loop` calls, in this order. If one raises, it calls the others all the same."""
 
-    def _set_timer(self, now: float) -> None:
+    def _set_timer(self) -> None:
         if not self.closed:
-            self._timer_due = now + TICK
+            self._timer_due = self.loop.time() + TICK
             self.timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:

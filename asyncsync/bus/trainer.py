@@ -462,7 +462,7 @@ class TrainerLink(Publishing):
     def _send_outbox(self) -> None:
         """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core."""
         if self.timer is None:
-            self._set_timer(self.loop.time())
+            self._set_timer()
         machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
         if outbox and channels and self.used_time_slice:

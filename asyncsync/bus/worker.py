@@ -194,7 +194,7 @@ class WorkerLink(Applying, Memory):
                 except Exception:  # perhaps from a user's transport
                     logger.debug("an update takes the general path, which reports errors", exc_info=True)
                 if answer is not None:
-                    self._send_answer(answer, now)
+                    self._send_answer(answer)
                     return
             except Exception:
                 raise
@@ -273,7 +273,7 @@ class WorkerLink(Applying, Memory):
         only_gate = partial(self.needs_only_gate, model_id)
         machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, only_gate)
 
-    def _send_answer(self, applied: bytes, now: float) -> None:
+    def _send_answer(self, applied: bytes) -> None:
         """The fast path has applied an update: send its APPLIED, then wake waiters and set the timer."""
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((applied,))):
@@ -282,7 +282,7 @@ class WorkerLink(Applying, Memory):
         if self.waiters:
             self.notify()
         if self.timer is None:
-            self._set_timer(now)
+            self._set_timer()
 
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine
@@ -343,7 +343,7 @@ class WorkerLink(Applying, Memory):
         self.whereabouts.tick(now)
 
     def act_on_changes(self) -> None:
-        now, machine = self.loop.time(), self.machine
+        machine = self.machine
         if self.observer.has_listeners:
             self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
@@ -360,7 +360,7 @@ class WorkerLink(Applying, Memory):
         self._send_outbox()
         self.notify()
         if self.timer is None:
-            self._set_timer(now)
+            self._set_timer()
         if self.on_change is not None:
             self.on_change()
 

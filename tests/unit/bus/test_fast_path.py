@@ -200,10 +200,10 @@ async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(
         repeated = link._send_answer
         interruptible(link)
 
-        def interrupted(done: bytes, now: float) -> None:
+        def interrupted(applied: bytes) -> None:
             if interrupts:
                 raise interrupts.pop()
-            repeated(done, now)
+            repeated(applied)
 
         link._send_answer = interrupted
         with Clock(0.1):  # nothing has to be found out by a PING
