@@ -187,10 +187,10 @@ class WorkerLink(Applying, Memory):
         """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
-            now, answer = self.loop.time(), None
+            answer = None
             try:
                 try:
-                    answer = fast.try_apply(frames, now)
+                    answer = fast.try_apply(frames, self.loop.time())
                 except Exception:  # perhaps from a user's transport
                     logger.debug("an update takes the general path, which reports errors", exc_info=True)
                 if answer is not None:

@@ -1,7 +1,7 @@
 """Metrics for Prometheus, which a thread of prometheus-client serves over HTTP.
 
-Nothing is counted beforehand: for each scrape, the bus collects its metrics on its event loop. So between scrapes the
-bus does nothing for them. If the loop does not answer in time, the metric ``asyncsync_up`` says so.
+For each scrape, the bus collects its metrics on its event loop; only the durations of updates are recorded before. So
+an idle bus does nothing for metrics. If the loop does not answer in time, the metric ``asyncsync_up`` is 0.
 """
 
 from __future__ import annotations
