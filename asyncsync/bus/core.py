@@ -273,8 +273,7 @@ class BusCore:
         return self._shared_in_process(worker)
 
     def _shared_in_process(self, worker: int) -> BusCore:
-        """The bus that all copies of this one use in this process as this worker: the first of them that asks. Raises
-        ValueError if some copies are asynchronous and others blocking."""
+        """The copy that all copies of this bus use in this process as this worker. Raises ValueError if APIs differ."""
         key = (self.uid, worker, os.getpid())
         shared: BusCore | None = _receiving.get(key)
         if shared is None or shared.is_shut_down:

@@ -256,8 +256,7 @@ class WorkerFastPath:
         machine.end_fast_path()
 
     def _apply(self) -> None:
-        """The gate calls this, and once more after an interrupt if a reader comes before the general path: then the
-        update must be applied as a whole, with whatever Parameters the model has by then."""
+        """The gate calls this, and after an interrupt once more before any reader: then it must apply the update."""
         prepared = self._prepared[self._next]
         if prepared is None:
             return

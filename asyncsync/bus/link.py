@@ -198,8 +198,7 @@ class Link(ABC):
         """Wait until the predicate holds; returns False if the timeout (seconds; None: no limit) expires first. Raises
         as :meth:`check_usable`, also if this link is shut down or crashes meanwhile.
 
-        If this returns True, the predicate holds at that moment: it is evaluated again after each wake-up, because the
-        state may have changed before the coroutine runs.
+        True means that the predicate holds now: it is evaluated again after the wake-up, when it may not hold any more.
         """
         self.check_usable()
         deadline = None if timeout is None else self.loop.time() + timeout

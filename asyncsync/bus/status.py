@@ -39,6 +39,7 @@ MAX_TRACES = 64  # there must be a limit, because a worker that is stopped never
 WORKER_VALUES = 16_000  # how many of the values that one message may have are for the workers
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
+ROLES = ("relay", "worker", "guest")  # in the order of a report
 STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
 SUPERSEDED = "a newer version has come"
 
@@ -111,10 +112,12 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     if relay is not None and state == "live":  # it answers its relay; what the relay reports is as old as its message
         seen, state = now - relay.last_seen, relay.state
     problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
-    ready = max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0)
-    waiting = ready, max([peer.taken.get(m, 0) for m in models], default=0), "".join(problems[-1:])
-    reason, role = peer.lost or "", peer.hello.role
-    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay, *waiting)
+    return WorkerStatus(
+        version, target, lag, seen, state, peer.bytes_sent, peer.lost or "", peer.hello.role, peer.relay,
+        staged=max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0),
+        taken=max([peer.taken.get(m, 0) for m in models], default=0),
+        failure="".join(problems[-1:]),
+    )  # fmt: skip
 
 
 # -- over the network -------------------------------------------------------------------------------------------------
@@ -162,46 +165,46 @@ class Reporter:
                 slab = current.slab
                 models.append(messages.ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
         # Relays come first, because there are few, and many workers depend on them. Guests that have left are omitted.
-        present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
-        expected = dict.fromkeys(machine.membership.expected(), 1)
-        expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
+        roles: dict[int, str] = dict.fromkeys(machine.membership.expected(), "worker")
+        roles |= {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
+        by_role = Counter(roles.values())
         counts = Counter(live=0, slow=0, lost=0)
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
-        counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
-        counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
+        counts["lost"] += by_role["worker"] - counts.total()
+        counts["relays"], counts["guests"] = by_role["relay"], by_role["guest"]
         room = min(messages.MAX_REPORTED, WORKER_VALUES // (WORKER_FIELDS + len(names)))
+        workers = sorted(roles, key=lambda worker: (ROLES.index(roles[worker]), worker))[:room]
         return Report(
-            0,
-            machine.epoch,
-            socket.gethostname()[:255],
-            os.getpid(),
-            int(1000 * (now - self._began)),
-            machine.published,
-            machine.num_workers,
-            sum(peer.bytes_sent for peer in peers.values()),
-            len(targets.models),
-            dict(counts),
-            _limited(Counter(machine.membership.refused) + Counter(self._refused())),
-            _limited(self._dropped),
-            tuple(models),
-            tuple(
-                self._worker(worker, names, now) for worker in sorted(expected, key=lambda w: (expected[w], w))[:room]
-            ),
+            token=0,
+            epoch=machine.epoch,
+            host=socket.gethostname()[:255],
+            pid=os.getpid(),
+            uptime=int(1000 * (now - self._began)),
+            version=machine.published,
+            num_workers=machine.num_workers,
+            bytes_sent=sum(peer.bytes_sent for peer in peers.values()),
+            num_models=len(targets.models),
+            counts=dict(counts),
+            refused=_limited(Counter(machine.membership.refused) + Counter(self._refused())),
+            dropped=_limited(self._dropped),
+            models=tuple(models),
+            workers=tuple(self._worker(worker, names, now) for worker in workers),
         )
 
     def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
         peer = self._machine.membership.find(worker)
         status = worker_status(self._machine, worker, names, now)
         seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
-        reason, pid, local = status.reason, 0, False
+        pid, local = 0, False
         versions: tuple[int | None, ...] = ()
         if peer is not None:
             pid, local = peer.hello.pid, bool(peer.local)
             versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
-            reason = reason or status.failure
-        numbers = status.version, status.target, status.lag, seen, status.bytes_sent
-        where, waiting = (pid, local, versions, status.role, status.relay), (status.staged, status.taken)
-        return WorkerReport(worker, status.state, *numbers, _first_line(reason), *where, *waiting)
+        return WorkerReport(
+            worker, status.state, status.version, status.target, status.lag, seen, status.bytes_sent,
+            _first_line(status.reason or status.failure), pid, local, versions, status.role, status.relay,
+            staged_version=status.staged, taken_version=status.taken,
+        )  # fmt: skip
 
 
 def _first_line(reason: str) -> str:
@@ -303,9 +306,8 @@ _gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "Coun
 
 @dataclass
 class Trace:
-    """One publication of a trainer, or one update of a worker. ``info`` is part of each of its events. ``unanswered``
-    has the workers to which it was announced and which have not applied it, with the announcement's serial.
-    ``lagging_worker`` is a worker that did not have it at the last check."""
+    """One publication of a trainer, or one update of a worker. ``info`` is part of each event. ``unanswered`` has, for
+    each worker that has not applied it, the announcement's serial; ``lagging_worker`` lacked it at the last check."""
 
     info: dict[str, Any]
     began: int = field(default_factory=time.time_ns)
