@@ -306,7 +306,7 @@ class Publishing(Link):
 
         self._awaited_pool = pool
         try:
-            if not await self.wait(has_room, max(0.0, deadline - self.loop.time())):
+            if not await self.wait(has_room, deadline - self.loop.time()):
                 raise AckTimeout(self._why_full(pool))
         finally:
             self._awaited_pool = None

@@ -245,7 +245,7 @@ class TrainerLink(Publishing):
             outstanding[:] = outcome.waiting  # a worker that was lost may have connected again
             return outcome.is_over(quorum)
 
-        if not await self.wait(done, max(0.0, begun + timeout - self.loop.time())):
+        if not await self.wait(done, begun + timeout - self.loop.time()):
             outcome = _outcome_with_calls(progress, version, chosen, models, calls)
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
@@ -291,7 +291,7 @@ class TrainerLink(Publishing):
                 raise self._not_connected(f", because {ended};", models)
             return False
 
-        if not await self.wait(are_there, max(0.0, deadline - self.loop.time())):
+        if not await self.wait(are_there, deadline - self.loop.time()):
             raise self._not_connected(f" within {timeout:g} s:", models)
         for model_id in models:
             machine.assemble(model_id)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-Read = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
+Decode = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
 """Decodes the frames of a message; raises ProtocolError."""
 
 ENDING_SECONDS = 2.0  # shutdown waits at most this long for its tasks
@@ -183,7 +183,7 @@ class WorkerLink(Applying, Memory):
             return
         self._receive_frames(frames, read)
 
-    def _receive_frames(self, frames: list[memoryview], read_message: Read) -> None:
+    def _receive_frames(self, frames: list[memoryview], decode_message: Decode) -> None:
         """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
@@ -200,13 +200,13 @@ class WorkerLink(Applying, Memory):
                 raise
             except BaseException:
                 # The update may be in the model by half, or whole and not acknowledged.
-                self._receive_on_general_path(frames, read_message)
+                self._receive_on_general_path(frames, decode_message)
                 raise
-        self._receive_on_general_path(frames, read_message)
+        self._receive_on_general_path(frames, decode_message)
 
-    def _receive_on_general_path(self, frames: list[memoryview], read_message: Read) -> None:
+    def _receive_on_general_path(self, frames: list[memoryview], decode_message: Decode) -> None:
         try:
-            instruction, payload = read_message(frames)
+            instruction, payload = decode_message(frames)
             if self.observer.has_listeners:
                 self.observer.received(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
