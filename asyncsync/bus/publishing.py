@@ -54,7 +54,7 @@ FAST_PATH_LEAST_TIMEOUT = 1.0
 BUSY_SECONDS = 0.0007
 
 
-class _Pack(NamedTuple):
+class _PackJob(NamedTuple):
     """Weights, and the slab into which to pack them."""
 
     slab: Slab
@@ -142,7 +142,7 @@ class Publishing(Link):
         deadline, a time of the loop's clock.
         """
         machine, observer = self.machine, self.observer
-        jobs: list[_Pack] = []
+        jobs: list[_PackJob] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
         def late() -> str:  # the publication before this one may wait for a slot; then say which worker holds it
@@ -208,7 +208,7 @@ class Publishing(Link):
         self,
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
-        job: _Pack,
+        job: _PackJob,
         metadata: bytes,
         trace: Trace | None,
     ) -> int:
@@ -263,7 +263,7 @@ class Publishing(Link):
         flat: FlatWeights,
         model_id: str,
         pool: SlabPool,
-        jobs: list[_Pack],
+        jobs: list[_PackJob],
         deadline: float,
         *,
         count: int = 1,
@@ -284,24 +284,24 @@ class Publishing(Link):
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_Pack(slab, flat, tensors, memory))
+            jobs.append(_PackJob(slab, flat, tensors, memory))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
             return acquire()
         memory = None  # while this waits, a tensor may get other memory
-        await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
+        await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
         slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
 
-    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Pack], deadline: float, count: int) -> None:
+    async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine
         await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
                 return True
-            wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
+            wanted = own | {*machine.targets.slabs(), *machine.leases.of_takers()}
             return pool.has_room(nbytes, wanted, count)
 
         self._awaited_pool = pool
