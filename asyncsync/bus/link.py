@@ -56,7 +56,7 @@ class Link(ABC):
     """
 
     metrics: Metrics | None = None
-    stalled_seconds = 0.0  # by how much the event loop called the timer too late, in total
+    stalled_seconds = 0.0  # the sum of all delays of more than LATE with which the event loop called the timer
     _at_exit: Finalize | None = None  # None until the link is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
@@ -171,7 +171,7 @@ class Link(ABC):
             logger.log(level, "dropped a message from %s: %s (further ones are only counted)", source, str(error))
 
     def crash(self, error: BaseException) -> None:
-        """A callback has raised, which is a bug of the bus. Each waiting and later call raises it."""
+        """A callback has raised, which is a bug of the bus: callers get a WeightSyncError and need not wait for ever."""
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)
