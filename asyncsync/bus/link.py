@@ -171,7 +171,7 @@ class Link(ABC):
             logger.log(level, "dropped a message from %s: %s (further ones are only counted)", source, str(error))
 
     def crash(self, error: BaseException) -> None:
-        """A callback has raised, which is a bug of the bus: callers get a WeightSyncError and need not wait for ever."""
+        """A callback has raised, which is a bug of the bus: callers get a WeightSyncError instead of waiting."""
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)

@@ -192,7 +192,7 @@ class TrainerVerifying:
         if (target := machine.targets.newest(worker, model_id)) is None:
             return "nothing has been published for it yet"
         if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
-            return "it has no model, but takes versions itself"  # perhaps not for a long time
+            return "it has no model, but takes versions itself"  # so it may not apply its target for a long time
         outcome = machine.progress.of(target.version, [worker], [model_id])
         if worker in outcome.failed:
             return str(outcome.failed[worker])
