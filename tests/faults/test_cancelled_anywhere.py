@@ -153,7 +153,7 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
         is_free
         and not link.publish_lock.locked()
         and all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.wanted for r in receivers)
+        and all(not r.bus._link.receiving for r in receivers)
         and all(not each.waiters and each.failure is None for each in links)
     )
 
