@@ -232,7 +232,7 @@ async def test_publish_and_send_async_cancelled_at_any_await_publish_whole_or_no
 
     async def behind_another() -> int:
         # The lock that keeps publications in order is one more await.
-        async with sender.bus._link.order:
+        async with sender.bus._link.publish_lock:
             other = asyncio.create_task(publish())
             try:
                 await asyncio.sleep(0)
