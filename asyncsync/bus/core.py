@@ -680,8 +680,8 @@ class BusCore:
 
     @property
     def epoch(self: ModelsOnBus) -> str:
-        """Identifies this sender, or the sender that this receiver follows: 37 characters, which sort by the senders'
-        age. Versions of different epochs cannot be compared. Empty while there is no sender."""
+        """Identifies the sender whose versions count: this sender, or the one that a receiver follows. 37 characters,
+        which sort by the senders' age; empty while there is none."""
         bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return epoch_text(link.machine.epoch)
