@@ -33,9 +33,9 @@ logger = logging.getLogger("asyncsync")
 
 ANSWERS_PER_SECOND = 20
 FRESH_SECONDS = 0.05  # for this long a report is sent again, unchanged
-COST_FACTOR = 20  # or for this many times as long as it took to make
+COST_FACTOR = 20  # or for this many times as long as it took to make, if that is longer
 MAX_REASONS = 64
-MAX_TRACES = 64  # there must be a limit, because a worker that is stopped never ends its traces
+MAX_TRACES = 64  # at once; there must be a limit, because a stopped worker never answers, so traces would not end
 WORKER_VALUES = 16_000  # how many of the values that one message may have are for the workers
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
@@ -60,7 +60,7 @@ class WorkerStatus:
         role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
         staged: the newest version that the worker has staged and not applied, also if it waits for a commit; 0: none.
         taken: the version that the worker's own code had taken at its last message; 0: none.
-        failure: why the worker has refused or failed to apply a version; empty once it has applied a newer one.
+        failure: why the worker could not take or apply a version; empty if it could, or has applied a newer one since.
         relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
             counts from the relay's last message, as long as the worker answers the relay.
     """
@@ -109,7 +109,7 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     lag = max((targets[m] - applied[m] for m in behind), default=0)
     seen, state = now - peer.last_seen, peer.state
     relay = None if peer.relay is None else machine.peers.get(peer.relay)
-    if relay is not None and state == "live":  # it answers its relay; what the relay reports is as old as its message
+    if relay is not None and state == "live":  # what is known of it is as old as the relay's last message
         seen, state = now - relay.last_seen, relay.state
     problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
     return WorkerStatus(
@@ -306,8 +306,9 @@ _gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "Coun
 
 @dataclass
 class Trace:
-    """One publication of a trainer, or one update of a worker. ``info`` is part of each event. ``unanswered`` has, for
-    each worker that has not applied it, the announcement's serial; ``lagging_worker`` lacked it at the last check."""
+    """One publication of a trainer, or one update of a worker. ``info`` is part of each event. ``unanswered`` has the
+    workers to which it was announced and which have not applied it, each with the announcement's serial;
+    ``lagging_worker`` is a worker that lacked it at the last check."""
 
     info: dict[str, Any]
     began: int = field(default_factory=time.time_ns)
@@ -454,7 +455,7 @@ class WorkerObserver(Observer):
         self._last_received = 0  # the time of the trainer's last message: for large weights, of their last bytes
 
     def received(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
-        """A message has come from the trainer. ``payload``: only for a broadcast, whose CAST contains an UPDATE."""
+        """A message has come from the trainer. ``payload``: only of a broadcast; that of a CAST is the announcement."""
         self._last_received = time.time_ns()
         if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
@@ -476,7 +477,7 @@ class WorkerObserver(Observer):
                 self.emit("update.committed", trace, self._last_received)
 
     def note_staged(self, staged: Iterable[Staging]) -> None:
-
+        """These updates are complete, and wait for the gate or for their commit."""
         for staging in staged:
             if (trace := self.traces.get(staging.serial)) is not None and not trace.is_staged:
                 trace.is_staged = True
