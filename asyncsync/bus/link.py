@@ -311,7 +311,8 @@ class FairLock(asyncio.Lock):
     waiting = 0
 
     async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
-        """Acquire the lock. Raises AckTimeout, with the text that ``late`` returns, at the deadline (by the loop)."""
+        """Acquire the lock. Raises AckTimeout, with the text that ``late`` returns, if other coroutines have it until
+        the deadline, a time of the loop's clock."""
         if not self.waiting and not self.locked():
             await self.acquire()  # does not suspend, and needs no timer
             return

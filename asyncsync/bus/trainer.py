@@ -154,14 +154,15 @@ class TrainerLink(Publishing):
         return self._issued_before_load if version == self._loaded_version else version
 
     def continue_from(self, version: int) -> None:
-        """The next publication gets the version after this one, which is not below the trainer's."""
+        """The next publication gets the version after this one, which must not be below the trainer's."""
         self._issued_before_load, self._loaded_version = self.issued, version
         self.end_fast_path().targets.carry_on(version)
 
     # -- what callers check and wait for -------------------------------------------------------------------------------
 
     def check_workers(self, workers: list[int] | None, quorum: int | None = None) -> None:
-        """Raise ValueError if a worker does not exist, or if the quorum is larger than the number of workers."""
+        """Raise ValueError if a worker does not exist, or if the quorum is below 1 or larger than the number of these
+        workers (None: all)."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
@@ -176,9 +177,9 @@ class TrainerLink(Publishing):
     def require_workers(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
     ) -> list[int]:
-        """The workers that have any of these models. Raises NotConnected if a model has no worker, or too few: an
-        elastic trainer needs ``min_workers``, and as many as the ``quorum`` if ``workers`` is None. Raises ValueError
-        as :meth:`check_workers`."""
+        """The workers that have any of these models, and those of a fixed number that have not connected yet. Raises
+        NotConnected if a model has too few of them: a fixed number needs one; an elastic trainer needs ``min_workers``,
+        or the ``quorum`` if that is more and ``workers`` is None. Raises ValueError as :meth:`check_workers`."""
         self.check_workers(workers, quorum)
         machine = self.machine  # no end_fast_path(), because the fast path changes no worker and no worker's models
         needed, name = self.min_workers, "min_workers"
@@ -214,10 +215,10 @@ class TrainerLink(Publishing):
     ) -> None:
         """Wait until these workers, or as many of them as the ``quorum`` says, have applied this version or a newer
         one, and their remote ``calls`` have ended. Raises PartialSendError, which says for each other worker why it has
-        not; NotConnected if the version is for no connected worker.
+        not; NotConnected if the version is for no connected worker, or for fewer than the quorum.
 
-        The timeout counts from ``begun``, a time of the loop's clock. ``present`` are the workers that were connected
-        just before the version was published: if too few of them are left, the error names the missing ones.
+        The timeout counts from ``begun``, a time of the loop's clock. ``present`` is what :meth:`require_workers` has
+        returned just before the version was published: if too few of them are left, the error names the missing ones.
         """
         machine = self.end_fast_path()
         progress = machine.progress
@@ -250,7 +251,8 @@ class TrainerLink(Publishing):
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
-        """Raise PartialSendError if a worker has failed or has not answered, unless as many as the quorum have."""
+        """Raise PartialSendError if a worker has failed, or has not answered in time. With a quorum, only if fewer
+        workers than that have reached the ``step``."""
         if quorum is not None and len(outcome.acked) >= quorum:
             return
         # If too many have failed for the quorum, the wait has ended early: the others are not late.
@@ -263,10 +265,12 @@ class TrainerLink(Publishing):
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
         """Wait until the expected workers have connected with these models and applied the weights, if any; at most
-        until ``deadline`` (by the loop's clock; the user gave ``timeout``), or until one of their ``processes`` ends.
+        until ``deadline``, a time of the loop's clock, or until one of their ``processes`` ends. ``timeout``, in
+        seconds, is what the user gave, for the error's text.
 
         Raises PartialSendError if a worker refuses the weights (then no worker has been sent any) or fails to apply
-        them; NotConnected, which names the missing workers and why, if not all have connected in time.
+        them; NotConnected, which names the missing workers and why, if not all have connected in time, or if a process
+        has ended.
         """
         machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
@@ -351,7 +355,8 @@ class TrainerLink(Publishing):
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
-        """The key of this message. Raises ProtocolError, after a BYE to a HELLO, if its holder may not send it."""
+        """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is then answered by
+        BYE."""
         try:
             key = admission.check(frame, instruction, self.machine.membership.at(route))
         except ProtocolError as error:
@@ -460,7 +465,8 @@ class TrainerLink(Publishing):
             self.on_change()
 
     def _send_outbox(self) -> None:
-        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core."""
+        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core, or may
+        have to wait for it."""
         if self.timer is None:
             self._set_timer()
         machine, channels = self.machine, self.side_channels.of
