@@ -70,7 +70,7 @@ class Applying(Link):
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
     def newest_shown(self, models: Iterable[str]) -> Acting:
-        """The newest version that any of these models shows; 0: none. May be called in any thread."""
+        """The newest that any of these models shows; its version is 0 if there is none. May be called in any thread."""
         shown = self.shown
         none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
         return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
@@ -373,7 +373,8 @@ class Applying(Link):
     async def wait_connected(self, model_id: str, timeout: float, deadline: float) -> None:
         """Wait for the trainer's WELCOME, and for its initial weights, if it has any. A worker whose user's code takes
         its updates does not wait for weights, but asks the root of the tree for its version. Raises NotConnected at
-        ``deadline`` (by the loop's clock; the user gave ``timeout``), or if the trainer turns this worker away."""
+        ``deadline``, a time of the loop's clock, or if the trainer turns this worker away. ``timeout``, in seconds, is
+        what the user gave, for the error's text."""
         machine, session = self.machine, self.machine.session
 
         def is_connected() -> bool:
@@ -545,8 +546,8 @@ def _copy_of(error: WeightSyncError) -> WeightSyncError:
 class Cascade:
     """Passes updates on to the contexts of a worker's models. While ``task`` is not None, it passes one update on.
 
-    A blocking ``update_policy_weights_`` runs on a daemon thread. It typically sends with another scheme, whose loop
-    thread must stay free. A coroutine function runs as a task of the loop.
+    An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
+    another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
     """
 
     def __init__(self) -> None:

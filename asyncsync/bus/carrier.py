@@ -100,8 +100,8 @@ class Carrier:
         pass
 
     def detach_models(self) -> bool:
-        # Receiver: give models that use the sender's memory a copy of it. False: one still uses it. Takes a while, so
-        # the bus calls it in a thread.
+        # Receiver: give models that use the sender's memory a copy of it. False: something still uses it. Takes a
+        # while, so the bus calls it in a thread.
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
@@ -165,7 +165,7 @@ class Member(Protocol):
     reconnects: bool  # receiver: whether it waits for another sender after its sender's shutdown
     takes: bool  # receiver: whether the user's code takes each version, in a block of take()
     role: str | None
-    is_registered: bool  # whether the link has its model
+    is_registered: bool  # sender: whether connect() has succeeded; receiver: whether the link has its model
     is_shut_down: bool
 
     @property

@@ -56,7 +56,7 @@ class TrainerFastPath:
 
     ``newest`` is the slab of the newest version; this retains it. ``acquire`` returns another slab, or raises. Either
     all slabs have a descriptor, or the bytes travel with the announcement. ``waiting`` has the workers that have not
-    answered the newest version. ``waiter`` is woken when it is empty, or when the fast path ends.
+    answered the newest version. ``waiter`` is woken when all have answered, or when the fast path ends.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TrainerFastPath:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Hand over to the machine, and wake the waiter. This object cannot be used afterwards."""
+        """Hand over to the machine, and wake the waiter. Call this once; the object cannot be used afterwards."""
         try:
             self._hand_over()
         finally:
@@ -202,9 +202,9 @@ class WorkerFastPath:
         """Apply the update of an AGAIN (its header and payload), and return the answer to send. None: nothing was done,
         and the message must take the general path.
 
-        After an Exception, too: nothing was changed, unless copying into the model has failed by half. After an
-        interrupt the model may hold half of the update. Then the update is staged, and no reader enters before the
-        general path has applied it.
+        If this raises an Exception, the message must take the general path, too; nothing was changed, unless copying
+        into the model has failed half-way. After an interrupt the model may hold half of the update. Then the update is
+        staged, and no reader enters before it is applied as a whole.
         """
         header = frames[0]
         if len(header) < _AGAIN.size or len(frames) > 2:

@@ -38,8 +38,10 @@ from asyncsync.wire.messages import Buffer, Update
 
 logger = logging.getLogger("asyncsync")
 
-assert CACHED_BYTES <= INLINE_BYTES  # SourceCache.again finds slabs of up to CACHED_BYTES; copy those on the loop
-# Wait this long for a slab that libzmq is about to release, because a new one would have to be faulted in.
+# _PackJob.memory, which is for weights of up to CACHED_BYTES, must be copied on the loop, before other code can run: a
+# tensor may get other memory.
+assert CACHED_BYTES <= INLINE_BYTES
+# Wait this many seconds for a slab that libzmq is about to release, because a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
 # So many pieces are encoded in one job of the thread, which then need not wait for the loop after each piece. A
 # publication that needs the thread waits at most for one job, some 20 ms.
@@ -137,9 +139,10 @@ class Publishing(Link):
         version becomes the target when it is committed.
 
         Publications keep the order in which they were called. If the caller is cancelled, this raises once nothing
-        reads the sources any more. ``serve`` names models that the trainer does not serve yet, whose first weights
-        these are: workers must not see such a model without weights. Raises AckTimeout if no slab is free by the
-        deadline, a time of the loop's clock.
+        reads the sources any more. ``serve`` names models that the trainer may not serve yet: it begins to serve them
+        together with these weights, because workers must not take such a model for one without weights. Raises
+        AckTimeout if an earlier publication still runs, or no slab is free, at the deadline, a time of the loop's
+        clock.
         """
         machine, observer = self.machine, self.observer
         jobs: list[_PackJob] = []
@@ -212,7 +215,8 @@ class Publishing(Link):
         metadata: bytes,
         trace: Trace | None,
     ) -> int:
-        """Announce the slab before it is packed, and send each piece once it is packed: so both take place at once.
+        """Announce the slab before it is packed, and send each piece once it is packed, so that the copy takes no time
+        of its own.
 
         For one slab only: of several, a worker might apply the first before packing the second fails. If the caller is
         cancelled, the version is published all the same, because the copy cannot be stopped; it is a whole snapshot.
@@ -479,6 +483,6 @@ class Publishing(Link):
         return False
 
     def renew_time_slice(self) -> None:
-        """Sleep shortly. Call this before workers are woken, if :attr:`used_time_slice`."""
+        """Sleep briefly. Call this before workers are woken, if :attr:`used_time_slice`."""
         self.used_time_slice = False
         time.sleep(1e-6)
