@@ -80,8 +80,8 @@ Fanout = Annotated[
     Option(
         False,
         check_fanout,
-        "over tcp, send weights that three or more workers need to all of them at once; with ``compress`` or "
-        "``delta``, only weights of up to 64 KiB. It takes one more port, and one more connection per worker, and "
+        "over tcp, send weights to all workers at once if three or more of them need these weights; with ``compress`` "
+        "or ``delta``, only weights of up to 64 KiB. It takes one more port, and one more connection per worker, and "
         "saves CPU time only with many workers and large weights (docs/multi-host.md).",
     ),
 ]
@@ -92,7 +92,8 @@ class LocalBusOptions(TypedDict, total=False):
     """Options of every bus, even if the scheme's bytes do not travel over it.
 
     Args:
-        connect: where workers connect, if not at the endpoint; with commas between them, addresses to try in turn.
+        connect: where workers connect, if not at the endpoint. A worker tries several addresses, with commas between
+            them, one after the other.
         num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
         min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow unencrypted addresses that other hosts can reach.
@@ -146,8 +147,8 @@ class BusOptions(WireOptions, total=False):
 
 
 class ModelsOnBus(Protocol):
-    """A bus with all its models, or a scheme with its one model. Methods that both have use only this of ``self``. They
-    are written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
+    """What a bus (with all its models) and a scheme (with its one model) have in common. Methods that both offer use
+    only this of ``self``. They are written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
 
     is_shut_down: bool
 
@@ -206,7 +207,7 @@ class BusCore:
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
         self._extraction_lock = FairLock()  # a publication holds it until its weights are ready to be packed
-        self.unlinked_version = 0  # a sender's version while it has no link, which continues from it
+        self.unlinked_version = 0  # a sender's version as long as it has no link; its link continues from it
         self._other_api_copy: BusCore | None = None
         # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
@@ -229,7 +230,8 @@ class BusCore:
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        # Eager updates are sent as a whole, not as a difference; are compressed on the loop; go to all subscribers.
+        # A worker gets an eager update without a FETCH: as a whole, not as a difference. It is compressed on the loop,
+        # and fan-out sends it to all subscribers.
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
@@ -287,7 +289,7 @@ class BusCore:
 
     def set_num_workers(self, num_workers: int, *, private: bool) -> None:
         # private: no other scheme may join this bus, so init_on_sender() may replace what an earlier call gave. Raises
-        # ValueError if this bus has another number already, or one that is below min_workers.
+        # ValueError if this bus has another number already, or if the given one is below its min_workers.
         check_count("num_workers", num_workers)
         given = self._constructor_num_workers if private and self._link is None else self.num_workers
         if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
@@ -296,7 +298,7 @@ class BusCore:
         self.num_workers = num_workers
 
     def set_min_workers(self, min_workers: int, *, private: bool) -> None:
-        # As set_num_workers.
+        # The same for min_workers; but even with private, only the default, 1, can be replaced.
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
             raise _disagreement("min_workers", self.min_workers, min_workers)
@@ -443,7 +445,8 @@ class BusCore:
 
     async def _extract(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
         """Extract the sources from what the user gave. The blocking API calls this in its caller's thread. Raises
-        ValueError for unknown models or workers, or if there are no models."""
+        ValueError, before anything is extracted, for unknown models or workers, or if there are no models; afterwards,
+        if some weights are for single workers and others for all."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"a bus takes {{model_id: weights}}, not {type(weights).__name__}")
         if not weights.keys() <= self.schemes.keys():
@@ -551,7 +554,7 @@ class BusCore:
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:
         """The sender's link, and the workers to wait for. Raises ValueError if there is no such version or worker, or
-        the quorum is too large."""
+        the quorum is larger than the number of workers."""
         check_timeout(timeout)
         link = self.trainer_link()
         if not 0 < version <= link.issued:
@@ -596,9 +599,9 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        # Publish, and wait until all its workers have applied the version, or as many as the quorum says. Raises
-        # NotConnected, with nothing published, if too few workers are there; PartialSendError, with a reason for each
-        # worker that has not applied the version.
+        # Publish, and wait until all workers that should have the version have applied it, or as many as the quorum
+        # says. Raises NotConnected, with nothing published, if too few workers are there; PartialSendError, with a
+        # reason for each worker that has not applied the version.
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
