@@ -175,7 +175,7 @@ class TransportBackend(Carrier, ABC):
             return destination.take(received)
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
         nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
-        return await link.run(lambda: destination.take(received), nbytes)
+        return await link.run_inline_or_in_thread(lambda: destination.take(received), nbytes)
 
 
 def in_sync_as(name: str) -> Callable[[C], C]:

@@ -1,9 +1,9 @@
-"""Applying: how staged updates go through a worker's gate, and what its callers wait for.
+"""Applying: how staged updates go through a worker's gate, and what the worker's callers wait for.
 
-A worker that serves workers of its own passes each update on before it counts as applied: a receiver's context with
-``update_policy_weights_`` is called with every update that has gone through the gate, unless its attribute ``cascades``
-is false by then: nobody is below it. So the sender's ``send`` returns when the whole tree below has the weights, and a
-failure down there is this worker's.
+A worker may serve workers of its own. If a receiver's context has ``update_policy_weights_``, this is called with each
+update that has gone through the gate, and the update counts as applied only afterwards. So the sender's ``send``
+returns when the whole tree below has the weights, and a failure in the tree is this worker's failure. A context whose
+attribute ``cascades`` is false at that time has no workers below it, and is not called.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch, epoch_text
 
-GATE_POLL = 0.05
+GATE_POLL = 0.05  # seconds
 CLEAN_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 
 Mark = tuple[Epoch, int]
-"""(epoch, version): where a worker is in the sequence of updates."""
+"""(epoch, version); a later update has a higher one."""
 
 
 class Applying(Link):
-    """A worker's link, as far as updates are concerned: from staged to applied, and its callers, who wait for them.
+    """The half of a worker's link that applies staged updates, and on which its callers wait for them.
 
-    ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
-    that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
-    ``manual`` has the models whose updates wait for ``receive`` (``apply="on_receive"``), ``wanted`` those of them that
-    somebody is receiving right now; ``copying`` counts the copies that are being made of received slabs.
+    ``shown`` has what each model's readers see: epoch, version, the version at the tree's root that this one stands for
+    (without a tree, the same), and metadata. It changes together with the model, under the gate. ``manual`` has the
+    models whose updates wait for ``receive`` (``apply="on_receive"``) or ``take``; ``receiving`` those of them for
+    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
     """
 
     whereabouts: Whereabouts  # of the trainer
@@ -55,58 +55,57 @@ class Applying(Link):
         self.transports: dict[str, Carrier] = {}  # by model
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.manual: set[str] = set()
-        self.wanted: list[str] = []
+        self.receiving: list[str] = []
         self.copying = 0
         self.cascade = Cascade()
-        self._offered: list[Staging] = []  # what the gate has, unless it has done with it
+        self._offered: list[Staging] = []  # the updates that the gate was given and has not finished
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
 
     # -- what models show ----------------------------------------------------------------------------------------------
 
     def show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
-        """The models have these versions. Under the gate: inside a hold, the version is that of what is read."""
-        # A new dict, because other threads may be looking at this one. A relay sees by it that something is new.
+        """The models have these versions now. Called under the gate, so a reader sees the version that it reads."""
+        # A new dict, because other threads may be reading the old one, and a relay compares the two by identity.
         self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
 
-    def acting(self, models: Iterable[str]) -> Acting:
-        """The newest that one of these models shows; its version is 0 where there is none. From any thread."""
+    def newest_shown(self, models: Iterable[str]) -> Acting:
+        """The newest that any of these models shows; its version is 0 if there is none. May be called in any thread."""
         shown = self.shown
         none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
         return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
 
     # -- through the gate ----------------------------------------------------------------------------------------------
 
-    def goes_straight(self, model_id: str) -> bool:
-        """Whether updates of this model wait for readers only, and are passed on to nobody."""
-        return self.cascade.task is None and model_id not in self.manual and not self.cascade.concerns((model_id,))
+    def needs_only_gate(self, model_id: str) -> bool:
+        """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
+        return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
 
     def stop_applying(self) -> None:
-        """Nothing more is applied or passed on from here."""
         self.cascade.close()
         for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
                 timer.cancel()
 
-    def _offer(self) -> None:
+    def _offer_to_gate(self) -> None:
         if self.cascade.task is not None or self.closed or self.machine.leaving:
             return
-        passing = self._ready() if self.manual else self.machine.staged.copy()
-        if not passing or passing == self._offered:
+        offered = self._ready_for_gate() if self.manual else self.machine.staged.copy()
+        if not offered or offered == self._offered:
             return
-        self._offered = passing
-        later = partial(self._conclude_later, passing)
-        update = Writer(partial(self._pass, passing), lambda error: self.call_from_thread(later))
+        self._offered = offered
+        later = partial(self._report_results_on_loop, offered)
+        update = Writer(partial(self._apply_all, offered), lambda error: self.call_from_thread(later))
         if self.gate.try_apply(update):
-            self._conclude(passing)
+            self._report_results(offered)
             return
         self.gate.offer(update.apply, update.done)
         if self.gate.pending and self._gate_timer is None:
             self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
-    def _ready(self) -> list[Staging]:
-        """What is staged, without what is to wait for ``receive``. An update may go before an older one that waits;
-        what both bring, the older one then brings no more."""
+    def _ready_for_gate(self) -> list[Staging]:
+        """The staged updates that need not wait for ``receive``. If such an update is newer than one that waits, it
+        goes first, and models that are in both are taken out of the older one."""
         ready: list[Staging] = []
         waiting: list[Staging] = []
         for staging in self.machine.staged:
@@ -120,12 +119,12 @@ class Applying(Link):
 
     def _awaits_receive(self, staging: Staging) -> bool:
         takes = self.machine.takes
-        return any(m in self.manual and (takes or m not in self.wanted) for m in staging.parts)
+        return any(m in self.manual and (takes or m not in self.receiving) for m in staging.parts)
 
-    def _pass(self, passing: list[Staging]) -> None:
-        """Called by the gate, in whatever thread: apply one after the other. One that fails keeps none of the others
-        back. After an interrupt the gate calls once more: then what is over already is left out."""
-        for staging in passing:
+    def _apply_all(self, offered: list[Staging]) -> None:
+        """Apply these updates, one after the other; if one fails, go on with the next. The gate calls this in any
+        thread, and again after an interrupt: then the updates that are over already are skipped."""
+        for staging in offered:
             if not staging.over:
                 try:
                     staging.run()
@@ -136,33 +135,34 @@ class Applying(Link):
                         self.show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def _conclude(self, passed: list[Staging]) -> None:
-        if self._offered is passed:
+    def _report_results(self, offered: list[Staging]) -> None:
+        """The gate has finished these updates: report each, after it was passed on to the workers below, if any."""
+        if self._offered is offered:
             self._offered = []
-        for staging in passed:
+        for staging in offered:
             if staging.seen_by_loop or staging.abandoned:
                 continue
             staging.seen_by_loop = True
-            if staging.error is None and self.cascade.concerns(staging.parts):
-                # Nothing newer goes through the gate until those below have this one, and it counts as applied.
+            if staging.error is None and self.cascade.applies_to(staging.parts):
+                # Nothing newer goes through the gate until the workers below have this update.
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                self.cascade.begin(slabs, partial(self._conclude_later, passed, staging))
+                self.cascade.begin(slabs, partial(self._report_results_on_loop, offered, staging))
                 return
-            self._finished(staging, staging.error)
+            self._report_result(staging, staging.error)
 
-    def _conclude_later(
-        self, passed: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
+    def _report_results_on_loop(
+        self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
     ) -> None:
-        """The same as a callback of the loop, perhaps when one of them was passed on."""
+        """A callback of the loop: :meth:`_report_results`, after the cascade has passed one update on, if it has."""
         with self.guard():
             if passed_on is not None:
-                self._finished(passed_on, failure)
-            self._conclude(passed)
+                self._report_result(passed_on, failure)
+            self._report_results(offered)
             if not self.closed:
-                self.settle()
+                self.act_on_changes()
 
-    def _finished(self, staging: Staging, error: Exception | None) -> None:
-        if self.observer.follows:
+    def _report_result(self, staging: Staging, error: Exception | None) -> None:
+        if self.observer.has_listeners:
             self.observer.finished(staging, error)
         if error is not None:
             self.machine.failed(staging, error)
@@ -172,7 +172,7 @@ class Applying(Link):
 
     def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
-            # Not at once: it takes a core for some time, which the trainer may need to read the acknowledgement.
+            # Not at once, because it takes a core for some time, which the trainer may need to read the APPLIED.
             self._cleaning = self.loop.call_later(CLEAN_DELAY, self._clean)
 
     def _clean(self) -> None:
@@ -182,73 +182,66 @@ class Applying(Link):
                 transport.clean_slots()
 
     def _poll_gate(self) -> None:
-        # Readers that ended abnormally never leave: find them while an update waits.
+        # A reader that ended abnormally never leaves the gate: look for such readers while an update waits.
         self._gate_timer = None
         if self.gate.pending and not self.closed:
             self.gate.poll()
             if self.gate.pending:
                 self._gate_timer = self.loop.call_later(GATE_POLL, self._poll_gate)
 
-    def _withdraw(self) -> None:
-        """Nobody receives any more: a manual update that the gate has not begun with waits again."""
-        if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
-            self._offered = []
-            if not self.closed:
-                self.settle()  # for the others
+    # -- versions that the user's code takes ---------------------------------------------------------------------------
 
-    # -- taken by the user's code --------------------------------------------------------------------------------------
-
-    def waiting(self, models: Iterable[str]) -> dict[str, Any]:
-        """What a status says of versions that are not applied yet."""
+    def unapplied(self, models: Iterable[str]) -> dict[str, Any]:
+        """The fields of a WorkerStatus about versions that are not applied."""
         machine = self.machine
         ready = [*machine.staged, *([] if machine.held is None else [machine.held])]
         taken = [] if machine.taken is None else [machine.taken.staging]
         errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
 
-        def newest(of: list[Staging]) -> int:
-            return max([v for one in of for m, v in one.versions.items() if m in models], default=0)
+        def newest(updates: list[Staging]) -> int:
+            return max([v for one in updates for m, v in one.versions.items() if m in models], default=0)
 
         return {"staged": newest(ready), "taken": newest(taken), "failure": "".join(errors[-1:])}
 
     async def take(self, model_id: str, version: int | None, epoch: str | None, timeout: float) -> Taken:
         """Wait for a version of this model, and lend it to the user's code until :meth:`give_back`. Raises AckTimeout;
-        Superseded: it was replaced; RuntimeError: one is taken already; SchemaMismatch or the like: it cannot be got
-        ready here; ClosedError, Fenced: it will not come."""
+        Superseded: a newer version has replaced it; RuntimeError: a version is taken already; SchemaMismatch or the
+        like: it could not be staged here; ClosedError, Fenced: it will not come."""
         machine, session = self.machine, self.machine.session
 
         def is_here() -> bool:
             now = epoch_text(session.epoch)
             if machine.taken is not None or (epoch in (None, now) and machine.has(model_id, version)):
                 return True
-            self._here([model_id])
+            self._registered([model_id])
             if epoch is not None and epoch < now:
                 newest = machine.targets.get(model_id, 0)
                 raise Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
-            is_to_come = epoch is not None and epoch > now
-            if not is_to_come and (never := machine.why_not_taken(model_id, version)) is not None:
+            is_later_epoch = epoch is not None and epoch > now
+            if not is_later_epoch and (never := machine.why_not_taken(model_id, version)) is not None:
                 raise never
             self._check_ended()
-            if not is_to_come:
+            if not is_later_epoch:
                 self._check_refused(model_id)
             return False
 
         machine.check_again(model_id, self.loop.time())
-        self.settle()
+        self.act_on_changes()
         if not await self.wait(is_here, timeout):
             what = "a new version" if version is None else f"version {version}"
             raise AckTimeout(
                 f"worker {machine.worker} could not take {what} of {model_id!r} within {timeout:g} s: "
-                f"{self._why_not_here(model_id, version, epoch)}"
+                f"{self._why_not_taken(model_id, version, epoch)}"
             )
         taken = machine.take(model_id, version)
-        if self.observer.follows:
+        if self.observer.has_listeners:
             self.observer.taken(taken.staging)
         return taken
 
     def give_back(self, taken: Taken, error: BaseException | None, *, unused: bool = False) -> None:
-        """The user's code is done with a version: it has applied it, or could not; ``unused``: it never had it. Raises
-        ClosedError: this worker was shut down meanwhile; PeerLost: another trainer's epoch has begun; neither where
-        there is an ``error``."""
+        """The user's code has applied a version, or has failed with this ``error``; ``unused``: it never got the
+        version. If it has applied it, raises ClosedError if this worker was shut down meanwhile, PeerLost if another
+        trainer's epoch has begun."""
         machine, staging = self.machine, taken.staging
         if error is None and not (unused or self.closed or taken.is_applied):
             self.show(staging.epoch, staging.acting)
@@ -257,10 +250,10 @@ class Applying(Link):
             if error is None and not unused:
                 raise ClosedError("this scheme was shut down while a version was taken")
             return
-        if self.observer.follows and not unused:
+        if self.observer.has_listeners and not unused:
             self.observer.finished(staging, None if error is None else as_exception(error))
         self._clean_soon(staging)
-        self.settle()
+        self.act_on_changes()
         if error is None and not (unused or counts):
             now = epoch_text(machine.session.epoch)
             raise PeerLost(
@@ -268,7 +261,7 @@ class Applying(Link):
                 f"gone: another one has begun epoch {now}. What was taken is applied; take what there is now"
             )
 
-    def _why_not_here(self, model_id: str, version: int | None, epoch: str | None) -> str:
+    def _why_not_taken(self, model_id: str, version: int | None, epoch: str | None) -> str:
         machine = self.machine
         if epoch is not None and epoch != (now := epoch_text(machine.session.epoch)):
             return f"the sender's epoch is {now or 'not known yet'}, not {epoch}"
@@ -277,19 +270,19 @@ class Applying(Link):
         if machine.session.welcomed and model_id in machine.session.served:
             target = machine.targets.get(model_id, 0)
             return f"the sender has said that there is version {target}" if target else "the sender has published none"
-        return self._why(model_id)
+        return self._why_not_yet(model_id)
 
     # -- what callers wait for -----------------------------------------------------------------------------------------
     #
-    # Unless they say otherwise, these raise AckTimeout at their timeout; SchemaMismatch, RemoteError or the like if
-    # what they wait for could not be applied here; ClosedError or Fenced if it will not come.
+    # Unless their docstrings say otherwise, these raise AckTimeout at the timeout; SchemaMismatch, RemoteError or the
+    # like if the version could not be applied here; ClosedError or Fenced if it will not come.
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
         held = self.machine.holdings.updates.get(model_id)
         return None if held is None else held[:2]
 
-    async def _until(
+    async def _wait_receiving(
         self,
         is_over: Callable[[], bool],
         timeout: float | None,
@@ -297,14 +290,14 @@ class Applying(Link):
         again: Callable[[], object] | None = None,
         late: Callable[[], str] | None = None,
     ) -> bool:
-        """Wait until ``is_over()`` holds. At the timeout, raise AckTimeout with what ``late`` returns, or return False
-        if there is none. Meanwhile, updates of these models that wait for ``receive`` go through the gate. ``again``
-        repeats a request, which may get lost."""
+        """Wait until ``is_over()`` holds. Meanwhile updates of these models that wait for ``receive`` go through the
+        gate. At the timeout, raises AckTimeout with the text that ``late`` returns; without ``late``, returns False.
+        ``again`` repeats a request, because a message may get lost."""
         deadline = None if timeout is None else self.loop.time() + timeout
-        self.wanted += models
+        self.receiving += models
         try:
             while True:
-                self.settle()
+                self.act_on_changes()
                 remaining = None if deadline is None else max(0.0, deadline - self.loop.time())
                 step = remaining if again is None or remaining is None else min(REQUEST_AGAIN, remaining)
                 if await self.wait(is_over, step):
@@ -317,31 +310,34 @@ class Applying(Link):
                     return False
         finally:
             for model_id in models:
-                self.wanted.remove(model_id)
-            self._withdraw()
+                self.receiving.remove(model_id)
+            # An update that no other caller receives waits again, if the gate has not begun with it.
+            if any(map(self._awaits_receive, self._offered)) and self.gate.withdraw():
+                self._offered = []
+                if not self.closed:
+                    self.act_on_changes()  # offers the other updates again
 
-    def _here(self, models: Iterable[str]) -> list[str]:
-        """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
+    def _registered(self, models: Iterable[str]) -> list[str]:
+        """Those of these models that are registered. Raises ClosedError if the schemes of all were shut down."""
         if here := [model_id for model_id in models if model_id in self.machine.models]:
             return here
         raise ClosedError("this scheme was shut down")
 
     def _check_ended(self) -> None:
         if (ended := self.machine.session.ended) is not None:
-            raise _again(ended)
+            raise _copy_of(ended)
 
     def _check_refused(self, model_id: str) -> None:
         if (refusal := self.machine.session.refused.get(model_id)) is not None:
-            raise _again(refusal)
+            raise _copy_of(refusal)
 
     def _check_failed(self, model_id: str, version: int = 0) -> None:
-        """Raise why this version of a model, or a newer one, could not be applied, if one could not."""
         failed, error, where = self.machine.holdings.error.get(model_id, (-1, None, None))
         if error is not None and failed >= version:
-            raise error.with_traceback(where)  # without the frames of those that it has been raised to before
+            raise error.with_traceback(where)  # drops the frames of callers to which it was raised before
 
-    def _has(self, model_id: str, version: int) -> bool:
-        """Whether a model holds this version, or a newer one. Raises why it will not, if so."""
+    def _has_applied(self, model_id: str, version: int) -> bool:
+        """Whether a model holds this version, or a newer one. Raises the reason if it never will."""
         if self.machine.holdings.version(model_id) >= version:
             return True
         self._check_ended()
@@ -349,16 +345,17 @@ class Applying(Link):
         self._check_failed(model_id, version)
         return False
 
-    def _has_served(self, model_id: str, version: int) -> bool:
-        """As :meth:`_has`, but a refusal counts only while the trainer still serves what was refused."""
+    def _has_applied_served(self, model_id: str, version: int) -> bool:
+        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout. The
+        caller checks whether the session has ended."""
         if (mismatch := self.machine.session.mismatch(model_id)) is not None:
-            raise _again(mismatch)
+            raise _copy_of(mismatch)
         if self.machine.holdings.version(model_id) >= version:
             return True
         self._check_failed(model_id, version)
         return False
 
-    def _why(self, model_id: str) -> str:
+    def _why_not_yet(self, model_id: str) -> str:
         machine = self.machine
         if not machine.session.online:
             return self.whereabouts.why_not()
@@ -374,29 +371,30 @@ class Applying(Link):
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     async def wait_connected(self, model_id: str, timeout: float, deadline: float) -> None:
-        """Wait for the trainer's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
-        clock, which the caller gave as ``timeout``. A worker that takes its updates asks which version there is at the
-        root of the tree instead. Raises NotConnected if no trainer has come in time, or it turned this worker away."""
+        """Wait for the trainer's WELCOME, and for its initial weights, if it has any. A worker whose user's code takes
+        its updates does not wait for weights, but asks the root of the tree for its version. Raises NotConnected at
+        ``deadline``, a time of the loop's clock, or if the trainer turns this worker away. ``timeout``, in seconds, is
+        what the user gave, for the error's text."""
         machine, session = self.machine, self.machine.session
 
-        def is_settled() -> bool:
-            self._here([model_id])
-            # The trainer may have taken its weights back since then, and left, because they do not fit.
+        def is_connected() -> bool:
+            self._registered([model_id])
+            # If this worker has refused the weights, the trainer may have withdrawn them by now, or have left.
             if not machine.holdings.version(model_id):
                 self._check_refused(model_id)
             if machine.is_connected(model_id):
                 return True
             self._check_ended()
             self._check_refused(model_id)
-            if not machine.takes:  # it can be taken again
+            if not machine.takes:  # the user's code can take a version again after it has failed
                 self._check_failed(model_id)
             return False
 
         if model_id not in session.refused or machine.holdings.version(model_id):
             self._check_ended()
         machine.check_again(model_id, self.loop.time())
-        self._check_refused(model_id)  # the trainer's layout has not fitted, and does not by now
-        in_time = await self._until(is_settled, deadline - self.loop.time(), model_id)
+        self._check_refused(model_id)  # the layout that did not fit before does not fit now, either
+        in_time = await self._wait_receiving(is_connected, deadline - self.loop.time(), model_id)
         if in_time and machine.takes:
             ask = partial(session.request, root=True)
             asked = ask()
@@ -404,71 +402,71 @@ class Applying(Link):
             def answered() -> bool:
                 return session.answered(asked, root=True) or session.ended is not None
 
-            in_time = await self._until(answered, deadline - self.loop.time(), again=ask)
+            in_time = await self._wait_receiving(answered, deadline - self.loop.time(), again=ask)
         if not in_time:
             raise NotConnected(
                 f"worker {machine.worker} is not connected after {timeout:g} s: "
-                f"{self._why(model_id)}. connect() may be called again"
+                f"{self._why_not_yet(model_id)}. connect() may be called again"
             )
-        is_settled()  # it may have come to its end meanwhile
+        is_connected()  # raises if the session has ended meanwhile
 
     async def wait_newer(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
-        """The mark of an applied update newer than ``after``; None when the timeout expires, also if an update could
-        not be applied."""
+        """The mark of an applied update newer than ``after``; None at the timeout, even if an update has failed."""
 
         def is_newer() -> bool:
             mark = self.mark(model_id)
             if mark is not None and (after is None or mark > after):
                 return True
-            self._here([model_id])
+            self._registered([model_id])
             self._check_ended()
             return False
 
-        return self.mark(model_id) if await self._until(is_newer, timeout, model_id) else None
+        return self.mark(model_id) if await self._wait_receiving(is_newer, timeout, model_id) else None
 
     async def wait_current(self, model_id: str, timeout: float) -> Mark:
-        """Request what this worker should have, and wait until it has that."""
+        """Request the version that this worker should have, and wait until it has applied it."""
         machine, session = self.machine, self.machine.session
         machine.check_again(model_id, self.loop.time())
         first = session.request()
 
         def is_current() -> bool:
-            self._here([model_id])
+            self._registered([model_id])
             self._check_ended()
             target = machine.targets.get(model_id, 0)
-            return session.answered(first) and self._has_served(model_id, target) and target > 0
+            return session.answered(first) and self._has_applied_served(model_id, target) and target > 0
 
         def late() -> str:
-            return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
+            why = self._why_not_yet(model_id)
+            return f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {why}"
 
-        await self._until(is_current, timeout, model_id, again=session.request, late=late)
+        await self._wait_receiving(is_current, timeout, model_id, again=session.request, late=late)
         return machine.holdings.updates[model_id][:2]
 
     async def wait_reached(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
-        """Wait until this model has this version, or a newer one. What waits for ``receive`` is applied; of several
-        models that switch together, the ``others`` must be named."""
+        """Wait until this model has this version, or a newer one. An update that waits for ``receive`` is applied; if
+        it has other models, too, name them as ``others``."""
 
         def is_reached() -> bool:
-            self._here([model_id])
-            return self._has(model_id, version)
+            self._registered([model_id])
+            return self._has_applied(model_id, version)
 
         def late() -> str:
             return (
                 f"worker {self.machine.worker} was called for version {version} of {model_id!r}, which did not arrive "
-                f"within {timeout:g} s: {self._why(model_id)}"
+                f"within {timeout:g} s: {self._why_not_yet(model_id)}"
             )
 
-        await self._until(is_reached, timeout, model_id, *others, late=late)
+        await self._wait_receiving(is_reached, timeout, model_id, *others, late=late)
         return self.machine.holdings.updates[model_id][:2]
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
-        """Wait until this worker has applied this version, or a newer one, of all these models that are to have it."""
+        """Wait until this worker has applied this version or a newer one of each model that should have it."""
         machine = self.machine
 
         def are_applied() -> bool:
             due = [m for m in models if machine.targets.get(m, 0) >= version]
-            here = self._here(models)
-            lacking = [m for m in due if m in here and not self._has(m, version)]
+            here = self._registered(models)
+            lacking = [m for m in due if m in here and not self._has_applied(m, version)]
             if due and not lacking:
                 return True
             self._check_ended()
@@ -481,42 +479,42 @@ class Applying(Link):
             )
 
     async def wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
-        """Request what this worker should have, and wait until each of these models is at most so many versions behind
-        that; returns the oldest of their versions."""
+        """Request the versions that this worker should have, and wait until each of these models is at most ``max_lag``
+        behind; returns the oldest of the models' versions."""
         machine, session, holdings = self.machine, self.machine.session, self.machine.holdings
         deadline = self.loop.time() + timeout
         ask = partial(session.request, root=True)
-        least: dict[str, int] = {}
+        needed: dict[str, int] = {}
         first, epoch = ask(), session.epoch
 
         def is_near() -> bool:
             self._check_ended()
             if session.epoch != epoch:
-                return True  # another trainer, which counts anew: it is to be asked
-            if not least and session.answered(first, root=True):
-                least.update({m: machine.targets.get(m, 0) - max_lag for m in models})
-            for model_id in least.keys() - self._here(models):
-                del least[model_id]
-            lacking = [m for m, v in least.items() if not self._has_served(m, v)]
-            return bool(least) and not lacking
+                return True  # another trainer, which has its own versions: ask that one
+            if not needed and session.answered(first, root=True):
+                needed.update({m: machine.targets.get(m, 0) - max_lag for m in models})
+            for model_id in needed.keys() - self._registered(models):
+                del needed[model_id]
+            lacking = [m for m, v in needed.items() if not self._has_applied_served(m, v)]
+            return bool(needed) and not lacking
 
-        while await self._until(is_near, deadline - self.loop.time(), *models, again=ask):
+        while await self._wait_receiving(is_near, deadline - self.loop.time(), *models, again=ask):
             if session.epoch == epoch:
-                return min(holdings.version(m) for m in least)
-            least.clear()
+                return min(holdings.version(m) for m in needed)
+            needed.clear()
             first, epoch = ask(), session.epoch
-        asked = f", and it should have {least}" if least else "; the sender has not answered"
+        asked = f", and it should have {needed}" if needed else "; the sender has not answered"
         have = {m: holdings.version(m) for m in models}
         raise AckTimeout(
             f"worker {machine.worker} was more than {max_lag} versions behind for {timeout:g} s: it has {have}{asked}"
         )
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
-        """Wait until these models show at least this version of the tree's root, whatever could not be applied."""
+        """Wait until these models show at least this version of the tree's root, even if an update fails meanwhile."""
         models = list(models)
 
         def has_acted() -> bool:
-            if self.acting(models).origin >= version:
+            if self.newest_shown(models).origin >= version:
                 return True
             self._check_ended()
             return False
@@ -524,29 +522,29 @@ class Applying(Link):
         if not await self.wait(has_acted, timeout):
             raise AckTimeout(
                 f"worker {self.machine.worker} did not act with version {version} within {timeout:g} s, but with "
-                f"{self.acting(models).origin}"
+                f"{self.newest_shown(models).origin}"
             )
 
     async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
-        """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
+        """Call ``then`` with a copy of the newest applied slab, and return its result. The caller owns the copy."""
         slab = self.machine.holdings.updates[model_id][2].retain()
         self.copying += 1
         try:
-            return then(await self.run(slab.copy, slab.nbytes))
+            return then(await self.run_inline_or_in_thread(slab.copy, slab.nbytes))
         finally:
             self.copying -= 1
             slab.release()
             if slab.leased and not self.closed:
-                self.settle()  # the trainer may be waiting for it
+                self.act_on_changes()  # the trainer may be waiting for it
 
 
-def _again(error: WeightSyncError) -> WeightSyncError:
-    """A fresh exception with the same message: raising one object from several places would pile up tracebacks."""
+def _copy_of(error: WeightSyncError) -> WeightSyncError:
+    """A fresh exception with the same message, because raising one object in several places piles up tracebacks."""
     return type(error)(*error.args)
 
 
 class Cascade:
-    """The contexts of a worker's models. While ``task`` is not None, it passes one update on.
+    """Passes updates on to the contexts of a worker's models. While ``task`` is not None, it passes one update on.
 
     An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
     another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
@@ -565,28 +563,28 @@ class Cascade:
     def remove(self, model_id: str) -> None:
         self._contexts.pop(model_id, None)
 
-    def concerns(self, models: Iterable[str]) -> bool:
-        return bool(self._contexts) and not self._closed and bool(self._of(models))
+    def applies_to(self, models: Iterable[str]) -> bool:
+        return bool(self._contexts) and not self._closed and bool(self._active_contexts(models))
 
-    def _of(self, models: Iterable[str]) -> list[Any]:
-        """The contexts of these models that have workers: read at each update, as a collector may get them later."""
+    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
+        """The contexts of these models that have workers, read at each update: a collector may get them later."""
         found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
         return [context for context in found.values() if getattr(context, "cascades", True)]
 
     def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None. Each
-        context is called once, with TensorDicts of its own. The slabs must stay as they are until ``then``."""
+        """Pass one update on, then call ``then`` on the loop with the exception that ``update_policy_weights_`` raised,
+        or None. Each context is called once, with TensorDicts of its own. Until ``then``, the slabs must not change."""
         self.task = asyncio.get_running_loop().create_task(self._run(slabs, then))
 
     async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
         failure: Exception | None = None
         try:
-            for context in self._of(slabs):
+            for context in self._active_contexts(slabs):
                 await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
         except BaseException as error:
             if self._closed:
                 raise
-            failure = as_exception(error)  # a CancelledError is the user's own
+            failure = as_exception(error)  # a CancelledError came from the user's code, because close() was not called
         self.task = None
         then(failure)
 
@@ -607,7 +605,7 @@ class Cascade:
             await result
 
     def close(self) -> None:
-        """Cancel what is under way. The thread ends as soon as the user's code lets it; nobody waits for that."""
+        """Cancel the task. The thread ends when the user's code returns; this does not wait for it."""
         self._closed = True
         if self.task is not None:
             self.task.cancel()

@@ -1,9 +1,9 @@
-"""What the bus needs of others: a :class:`Carrier` moves the bytes of a slab, a :class:`Member` brings a model.
+"""The interfaces that the bus uses: a :class:`Carrier` moves the bytes of a slab, a :class:`Member` has a model.
 
-The bus sends the instruction and counts who has what. On the sender, :meth:`Carrier.offer` makes a slab available and
-returns a descriptor by which the worker's side finds it; on the receiver, :meth:`Carrier.fetch` brings the bytes in.
-Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents; schemes are members.
-Everything here is called on the bus's event loop, unless its docstring says otherwise.
+The bus announces each version and counts which worker has applied it. On the sender, :meth:`Carrier.offer` makes a slab
+available and returns a descriptor; on the receiver, :meth:`Carrier.fetch` finds the slab by that descriptor and brings
+its bytes in. Transports (:mod:`asyncsync.transports`) are carriers, with the methods that TorchRL documents; schemes
+are members. The bus calls all methods on its event loop, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ class Carrier:
 
     Attributes:
         supports_timeout: False refuses ``receive(timeout=…)`` with a ValueError.
-        pool: where a sender takes slabs from; None: from the bus's own pool.
+        pool: the sender takes slabs from this pool; None: from the bus's own.
     """
 
     supports_timeout: bool = True
     pool: SlabPool | None = None
-    bound_to: weakref.ref[Any] | None = None  # the scheme for which the methods that TorchRL documents act
-    holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
+    bound_to: weakref.ref[Any] | None = None  # the scheme on which the methods that TorchRL documents act
+    receives_into_own_slabs: ClassVar[bool] = False  # whether acquire_slab is called for every update that is received
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
         """Sender: make a packed slab available to these workers (None: all).
 
         Returns:
-            A descriptor of at most 64 KiB, which the bus sends with the instruction; None: the bus sends the bytes as
-            chunks.
+            A descriptor of at most 64 KiB, which the bus sends with the announcement; None: the bus sends the bytes.
         """
         return None
 
     @property
     def is_at_hand(self) -> bool:
-        """Sender: whether workers find each slab of :attr:`pool` by :meth:`describe` alone, because :meth:`offer`,
-        :meth:`serve` and :meth:`retire` do nothing else."""
+        """Sender: whether :meth:`describe` is enough for workers to find a slab of :attr:`pool`, because :meth:`offer`
+        does nothing else, and :meth:`serve` and :meth:`retire` do nothing."""
         return False
 
     def describe(self, slab: Slab) -> bytes:
@@ -57,38 +56,38 @@ class Carrier:
         )
 
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
-        """Sender: the bus has sent a worker the instruction to fetch this slab. For channels where the sender must act
-        for each worker. The bus may call it again for the same slab. Must not block.
+        """Sender: the bus has announced this slab to a worker. For channels where the sender must act for each worker.
+        The bus may call this again for the same slab and worker. Must not block.
 
         Args:
             descriptor: what :meth:`offer` returned.
             worker: the worker's worker_idx.
-            incarnation: names the worker's process: a restarted worker has another.
-            failed: call it on the loop with the exception if the sender cannot serve this worker.
+            incarnation: identifies one run of the worker: after a restart it is another.
+            failed: if the sender cannot serve this worker, call this on the loop with the exception.
         """
 
     def retire(self, descriptor: bytes) -> None:
         """Sender: no worker will ask for this slab any more."""
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab | None:
-        """Receiver: the slab itself, if it is available at once; None: the bus must fetch it. Must not block.
+        """Receiver: the slab, if it is available at once; None: the bus calls :meth:`fetch`. Must not block.
 
         Args:
             descriptor: what :meth:`offer` returned.
             layout: the slab's layout.
-            pool: where to take a slab for a copy.
+            pool: take a slab from here if you need a copy.
         """
         return None
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        # Receiver: a slab for bytes that come in chunks or are fetched, into a module whose Parameters may lie in it.
-        # It is of pool, unless this carrier has slabs for that. Raises MemoryError if there is not enough.
+        # Receiver: a slab into which bytes are received or fetched; a module's Parameters may later lie in it. It is
+        # from pool, unless this carrier has slabs of its own for that. Raises MemoryError.
         return pool.acquire(layout)
 
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
-        # Receiver: the bytes that attach would copy, where they are; None: it does something else. They are
-        # good for this update only; the next one with this descriptor has them at the same place, as long as
-        # attach is not called for others in between. Raises what that raises.
+        # Receiver: a view of the bytes that attach would copy; None: attach does not just copy. The view is valid for
+        # this update. It is valid again for the next update with this descriptor, unless attach was called for another
+        # descriptor in between. Raises the same exceptions as attach.
         return None
 
     @property
@@ -97,16 +96,16 @@ class Carrier:
         return False
 
     def clean_slots(self) -> None:
-        # Receiver: prepare for the next update, a moment after one was applied.
+        # Receiver: prepare for the next update. The bus calls this a moment after an update was applied.
         pass
 
     def detach_models(self) -> bool:
-        # Receiver: copy what depends on the sender's memory. False: something still depends on it. Takes a while, and
-        # runs in any thread.
+        # Receiver: give models that use the sender's memory a copy of it. False: something still uses it. Takes a
+        # while, so the bus calls it in a thread.
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Receiver: bring the slab's bytes into ``into``; see :meth:`asyncsync.TransportBackend.fetch`.
+        """Receiver: write the slab's bytes into ``into``; see :meth:`asyncsync.TransportBackend.fetch`.
 
         Raises:
             ValueError: another kind of transport sent the update.
@@ -114,16 +113,16 @@ class Carrier:
         raise ValueError("another transport sent this update: use the same scheme class on both sides")
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        # Receiver: fetch, for a transport that needs the slab's layout as well.
+        # Receiver: the bus calls this; override it instead of fetch if the transport needs the slab's layout.
         await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
     def close(self) -> None:
-        """Release what this end holds. May be called again."""
+        """Release the memory and connections of this end. Idempotent."""
 
     # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
     def start_channel(self, worker: int | None) -> None:
-        # Begin with what channel_ready waits for. worker: which one this receiver is; None on a sender.
+        # Begin to set up the channel. worker: the worker_idx of this receiver; None on a sender.
         pass
 
     async def channel_ready(self, timeout: float) -> None:
@@ -131,42 +130,42 @@ class Carrier:
         pass
 
     async def close_within(self, timeout: float) -> None:
-        # close, within bounds.
+        # close, in at most this many seconds.
         self.close()
 
 
 Source = FlatWeights | Mapping[int, FlatWeights]
-"""A model's weights for all workers, or for each worker its own, ready to be packed."""
+"""A model's weights, ready to be packed: one for all workers, or one for each worker_idx."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A model's weights whose values were taken already, in the thread of the caller of a blocking method."""
+class Extracted:
+    """A model's weights that a blocking method has extracted already, in its caller's thread."""
 
     source: Source
 
 
 class Calls(Protocol):
-    """Calls of the workers' objects, which are told so to apply a version."""
+    """Remote calls (RPC, Ray) by which the sender has each worker's object apply a version."""
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
-        """These models have this version: call the workers that it is for; None: all whose target it is."""
+        """This version of these models was published: call these workers; None: all workers that are to have it."""
 
     def is_pending(self, worker: int, version: int) -> bool:
-        """Whether a call for this version is under way, or waits."""
+        """Whether a call for this version is running, or waits for its turn."""
 
     def failure(self, worker: int, version: int) -> Exception | None:
-        """Why a call for it, or for a newer one, has failed; None: none has."""
+        """The exception of the call for this version, or for a newer one; None: no such call has failed."""
 
 
 class Member(Protocol):
     """A scheme, as its bus sees it; see :class:`asyncsync.schemes.scheme.Scheme`."""
 
     has_own_bus: bool  # whether no other scheme may join its bus
-    reconnects: bool  # a receiver's: whether it outlives its sender
-    takes: bool  # a receiver's: whether the user's code takes each version
+    reconnects: bool  # receiver: whether it waits for another sender after its sender's shutdown
+    takes: bool  # receiver: whether the user's code takes each version, in a block of take()
     role: str | None
-    is_registered: bool  # whether it is connected
+    is_registered: bool  # sender: whether connect() has succeeded; receiver: whether the link has its model
     is_shut_down: bool
 
     @property

@@ -1,9 +1,9 @@
-"""Bus: what a trainer and its workers share — one address, one version counter, one gate per worker, several models.
+"""Bus: one address, one version counter and one gate per worker, which a trainer and its workers share for all models.
 
-:class:`BusCore` holds configuration, the schemes that have joined, and private coroutines; :class:`asyncsync.Bus` and
-:class:`asyncsync.sync.Bus` put an API over it. A scheme without ``bus=`` has a bus of its own. A Bus (like a scheme)
-can be pickled: it carries its address and configuration, never sockets, tasks or weights; nothing is bound or connected
-before ``connect``.
+:class:`BusCore` has the configuration, the schemes that have joined, and coroutines that both APIs use;
+:class:`asyncsync.Bus` and :class:`asyncsync.sync.Bus` add the public methods. A scheme without ``bus=`` has a bus of
+its own. Buses and schemes can be pickled: they carry the address and the configuration, never sockets, tasks or
+weights. Nothing is bound or connected before ``connect``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asyncsync.arguments import (
     declared,
     described,
 )
-from asyncsync.bus.carrier import Calls, Member, Source, Taken
-from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
+from asyncsync.bus.carrier import Calls, Extracted, Member, Source
+from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.verifying import Differences
@@ -49,17 +49,19 @@ from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metad
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
-MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
+MAX_VERSION = 1 << 62  # the limit for the version of a checkpoint, so that there is room for later versions
 SHARED = {
     "num_workers": None, "min_workers": 1, "allow_plaintext": False, "checksum": None, "keys": None, "fanout": False,
     "compress": None, "delta": False, "monitoring": UNMONITORED, "connect_endpoint": None,
 }  # fmt: skip
 """The settings on which all schemes of a bus must agree, and their defaults."""
 CONFIGURATION = (*SHARED, "endpoint", "drawn", "uid")
-"""What a pickled bus carries."""
+"""The attributes that a pickled bus carries."""
+# The constructor's argument for each setting whose name differs from it.
 ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
-# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+# The bus that this process uses, by (uid, worker_idx, pid). Each scheme that was pickled separately brings a copy of
+# its bus; here all of them find the one copy whose connection they share.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 
 Workers = int | Iterable[int] | None
@@ -67,7 +69,7 @@ Metadata = Mapping[str, Any] | None
 
 T = TypeVar("T")
 
-# -- options. A scheme with a bus of its own takes those that its transport can use (asyncsync.schemes.options) --------
+# -- options; a scheme with a bus of its own has those that its transport can use (asyncsync.schemes.options) ----------
 
 Endpoint = Annotated[
     str | None,
@@ -78,19 +80,20 @@ Fanout = Annotated[
     Option(
         False,
         check_fanout,
-        "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
-        "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time "
-        "only with many workers and large weights (docs/multi-host.md).",
+        "over tcp, send weights to all workers at once if three or more of them need these weights; with ``compress`` "
+        "or ``delta``, only weights of up to 64 KiB. It takes one more port, and one more connection per worker, and "
+        "saves CPU time only with many workers and large weights (docs/multi-host.md).",
     ),
 ]
 
 
 @described
 class LocalBusOptions(TypedDict, total=False):
-    """Of any bus, also where a scheme's bytes do not travel over it.
+    """Options of every bus, even if the scheme's bytes do not travel over it.
 
     Args:
-        connect: where workers connect, if that differs; of several, with commas between, they try one by one.
+        connect: where workers connect, if not at the endpoint. A worker tries several addresses, with commas between
+            them, one after the other.
         num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
         min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow unencrypted addresses that other hosts can reach.
@@ -110,15 +113,15 @@ class LocalBusOptions(TypedDict, total=False):
 
 @described
 class WireOptions(LocalBusOptions, total=False):
-    """Of a bus over which the bytes travel.
+    """Options of a bus over which the bytes travel.
 
     Args:
         server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file.
-            While you replace the server's key, a receiver may have several, of which one is right.
-        clients: at the sender: the directory of the public certificates of the clients that it lets in.
+            While you replace the server's key, give a receiver a list: one of its files must be the right one.
+        clients: at the sender: the directory with the public certificates of the clients that may connect.
         client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
-        compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
-        delta: send a worker that has the previous version only what has changed. The sender keeps that version.
+        compress: ``"zstd"`` or ``"lz4"``: compress the weights for workers that can decode them.
+        delta: send a worker that has the previous version only the changes. The sender keeps that version.
     """
 
     server_key: KeyFile | Sequence[KeyFile] | None
@@ -130,7 +133,7 @@ class WireOptions(LocalBusOptions, total=False):
 
 @described
 class BusOptions(WireOptions, total=False):
-    """Of a ``Bus``.
+    """Options of a ``Bus``.
 
     Args:
         checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
@@ -144,16 +147,16 @@ class BusOptions(WireOptions, total=False):
 
 
 class ModelsOnBus(Protocol):
-    """A bus with all its models, or a scheme with its one: what the methods that both have need of either. They are
-    written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
+    """What a bus (with all its models) and a scheme (with its one model) have in common. Methods that both offer use
+    only this of ``self``. They are written once, in ``BusCore`` and ``Bus``; the class of a scheme assigns them."""
 
     is_shut_down: bool
 
     def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
-        """The bus, and these models."""
+        """The bus, and the models of this bus or scheme."""
 
     def _open_bus_and_models(self) -> tuple[BusCore, list[str] | None]:
-        """The same, for a call: None means all models. A scheme raises an exception if it cannot be used (any more)."""
+        """The same; None instead of the models means all. A scheme raises an exception if it cannot be used now."""
 
     async def _shutdown(self, timeout: float) -> None: ...
 
@@ -162,7 +165,7 @@ class BusCore:
     """One address for any number of models: the base of both APIs' ``Bus``.
 
     Attributes:
-        drawn: whether the bus has drawn its address itself.
+        drawn: whether the user gave no address, so that the bus has drawn one or workers are introduced.
         keys: the paths of the certificates; None: no keys, and no encryption.
     """
 
@@ -171,7 +174,7 @@ class BusCore:
         """Configuration only: nothing is bound or connected before ``connect``.
 
         Raises:
-            ValueError: an address that cannot work or is not safe (the message names the remedy), or an unknown codec.
+            ValueError: the address cannot work or is not safe (the message names the remedy), or the codec is unknown.
             ImportError: the codec's library is not installed.
         """
         compress, delta = options["compress"], options["delta"]
@@ -193,23 +196,23 @@ class BusCore:
         self.role: str | None = None
         self.pid = 0
         self.schemes: dict[str, Member] = {}
-        self._link: TrainerLink | WorkerLink | None = None
+        self._link: TrainerLink | WorkerLink | None = None  # None until connect()
         self.gate: Gate | None = None
         self._worker: int | None = None
-        self._late = False
-        self.introduction: Introduction | None = None  # a worker's
-        self.find_sender: Find | None = None  # the successor of the one that it was introduced to
-        self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
-        self.starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
+        self._index_comes_late = False
+        self.introduction: Introduction | None = None  # of a worker: its sender's address and keys
+        self.find_sender: Find | None = None  # of an introduced worker: finds its sender's successor
+        self._constructor_num_workers = self.num_workers  # init_on_sender() may give num_workers instead
+        self.starting_processes: tuple[Any, ...] = ()  # workers' processes: connect() fails if one of them ends
         self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
-        self._preparing = Order()  # held by a publication until it is ready to be packed
-        self.carried = 0  # the version that a sender counts on from
-        self._converted: BusCore | None = None
+        self._extraction_lock = FairLock()  # a publication holds it until its weights are ready to be packed
+        self.unlinked_version = 0  # a sender's version as long as it has no link; its link continues from it
+        self._other_api_copy: BusCore | None = None
         # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
-        self.calls: Calls | None = None  # a sender's whose workers are called with each version
+        self.calls: Calls | None = None  # by which a sender has its workers apply each version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -227,7 +230,8 @@ class BusCore:
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        # What is sent without a FETCH comes whole, is compressed on the loop, and goes to all subscribers.
+        # A worker gets an eager update without a FETCH: as a whole, not as a difference. It is compressed on the loop,
+        # and fan-out sends it to all subscribers.
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
@@ -257,22 +261,21 @@ class BusCore:
         if self.is_shut_down:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
-            self.agree_on_workers(num_workers, private=scheme.has_own_bus)
+            self.set_num_workers(num_workers, private=scheme.has_own_bus)
         self.role, self.pid = role, os.getpid()
         self.schemes = {t: s for t, s in self.schemes.items() if s is not scheme} | {topic: scheme}
         if role == "receiver" and self.gate is None:
             self.gate = Gate()
 
     def for_receiver(self, worker: int | None) -> BusCore:
-        # The bus that schemes pickled apart share in this worker.
+        # The bus that schemes of this bus share in this worker, even if they were pickled separately.
         if worker is None or self.role == "sender":
-            self._late = True
+            self._index_comes_late = True
             return self
-        return self._shared_here(worker)
+        return self._shared_in_process(worker)
 
-    def _shared_here(self, worker: int) -> BusCore:
-        """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
-        if some of them are asynchronous, others blocking."""
+    def _shared_in_process(self, worker: int) -> BusCore:
+        """The copy that all copies of this bus use in this process as this worker. Raises ValueError if APIs differ."""
         key = (self.uid, worker, os.getpid())
         shared: BusCore | None = _receiving.get(key)
         if shared is None or shared.is_shut_down:
@@ -284,40 +287,39 @@ class BusCore:
             )
         return shared
 
-    def agree_on_workers(self, num_workers: int, *, private: bool) -> None:
-        # Give this bus its num_workers. private: no other scheme may join it. Raises ValueError: it has others
-        # already, or too few for its quorum.
+    def set_num_workers(self, num_workers: int, *, private: bool) -> None:
+        # private: no other scheme may join this bus, so init_on_sender() may replace what an earlier call gave. Raises
+        # ValueError if this bus has another number already, or if the given one is below its min_workers.
         check_count("num_workers", num_workers)
-        given = self._constructed if private and self._link is None else self.num_workers
+        given = self._constructor_num_workers if private and self._link is None else self.num_workers
         if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
             raise _disagreement("num_workers", self.num_workers, num_workers)
         check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
 
-    def agree_on_least(self, min_workers: int, *, private: bool) -> None:
-        # The same for min_workers.
+    def set_min_workers(self, min_workers: int, *, private: bool) -> None:
+        # The same for min_workers; but even with private, only the default, 1, can be replaced.
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
             raise _disagreement("min_workers", self.min_workers, min_workers)
         check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
 
-    def twin(self, kind: type[BusCore]) -> BusCore:
-        # A copy with the other API; the schemes of one bus that are converted share it.
-        twin = self._converted
-        if twin is None or twin.is_shut_down or type(twin) is not kind:
-            twin = self._converted = kind.__new__(kind)
-            twin.__setstate__(self.__getstate__())
-        twin.carried = max(twin.carried, self.carried)
-        return twin
+    def with_other_api(self, kind: type[BusCore]) -> BusCore:
+        # A copy of this bus with the other API. All converted schemes of this bus share it.
+        copy = self._other_api_copy
+        if copy is None or copy.is_shut_down or type(copy) is not kind:
+            copy = self._other_api_copy = kind.__new__(kind)
+            copy.__setstate__(self.__getstate__())
+        copy.unlinked_version = max(copy.unlinked_version, self.unlinked_version)
+        return copy
 
     @property
     def link(self) -> TrainerLink | WorkerLink | None:
-        # The connection; None: there is none yet.
         return self._link
 
-    def look(self, function: Callable[[], T]) -> T:
-        # Read the link's state, where it does not change meanwhile.
+    def read_link(self, function: Callable[[], T]) -> T:
+        # Call a function that reads the link's state; the blocking API's bus calls it on the link's loop.
         return function()
 
     # -- links ------------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ class BusCore:
         self.check_role(role)
 
     def open_trainer(self, host: str = "") -> TrainerLink:
-        # host: where to bind a free port, with keys, if the workers are introduced.
+        # host: if the workers are introduced, bind a free port of this address, with keys.
         self.check_open("sender")
         if self._link is None:
             link = TrainerLink(
@@ -352,17 +354,17 @@ class BusCore:
                 self._settings(),
                 keyed=bool(host),
                 keys=self.keys,
-                monitoring=self.monitoring.here,
+                monitoring=self.monitoring.in_this_process,
             )
             link.origin = self._origin
-            link.carry_on(self.carried)
+            link.continue_from(self.unlinked_version)
             self._link = link
-            link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
+            link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.trainer_link()
 
-    def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
-        # Sender: what is published from now on stands for the version of the root of a tree that origin returns
-        # when the values are taken, and has that one's metadata unless it is given some.
+    def set_origin(self, origin: Callable[[], tuple[int, bytes]]) -> None:
+        # Sender below a tree's root: each publication calls origin, which returns a version of the root and its
+        # metadata. The new version stands for that one, and has its metadata unless the caller gives other metadata.
         self._origin = origin
         if isinstance(self._link, TrainerLink):
             self._link.origin = origin
@@ -371,7 +373,7 @@ class BusCore:
         self.check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and self._shared_here(worker) is not self:
+        if self._index_comes_late and self._shared_in_process(worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
@@ -385,13 +387,13 @@ class BusCore:
                 self._settings(),
                 self.gate,
                 None if self.keys is None else partial(self.keys.receiver, worker),
-                monitoring=self.monitoring.here,
+                monitoring=self.monitoring.in_this_process,
                 find=self.find_sender,
             )
-            self._link.until_the_loop_ends(weakref.WeakMethod(self._end_here))
+            self._link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.worker_link()
 
-    async def _end_here(self) -> None:
+    async def _shut_down_at_loop_end(self) -> None:
         self._why_closed = LOOP_ENDED
         await self._shutdown(EXIT_SECONDS)
 
@@ -414,14 +416,14 @@ class BusCore:
     # -- connecting and sending ----------------------------------------------------------------------------------------
 
     def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
-        self.starting = check_processes(processes)
+        self.starting_processes = check_processes(processes)
         if not self.schemes:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on each first"
             )
         check_timeout(timeout)
 
-    async def _initial(self) -> dict[str, Source | None]:
+    async def _initial_sources(self) -> dict[str, Source | None]:
         if self.role != "sender":
             return {}
         return {topic: await scheme.initial_source(None) for topic, scheme in self.schemes.items()}
@@ -441,9 +443,10 @@ class BusCore:
             else:
                 await scheme.connect_receiver(None, remaining)
 
-    async def _take(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
-        models or workers, or none at all."""
+    async def _extract(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
+        """Extract the sources from what the user gave. The blocking API calls this in its caller's thread. Raises
+        ValueError, before anything is extracted, for unknown models or workers, or if there are no models; afterwards,
+        if some weights are for single workers and others for all."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"a bus takes {{model_id: weights}}, not {type(weights).__name__}")
         if not weights.keys() <= self.schemes.keys():
@@ -454,8 +457,8 @@ class BusCore:
         self.trainer_link().check_workers(workers)
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
-            is_taken = isinstance(given, Taken)
-            sources[topic] = given.source if is_taken else await self.schemes[topic].extract_source(given, workers)
+            is_extracted = isinstance(given, Extracted)
+            sources[topic] = given.source if is_extracted else await self.schemes[topic].extract_source(given, workers)
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
@@ -465,10 +468,10 @@ class BusCore:
                 )
         return sources
 
-    def _at_hand(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
-        """What :meth:`_take` returns for everybody, where nothing has to be prepared, and nobody prepares; else
-        nothing."""
-        if workers is not None or self._preparing.waiting or self._preparing.locked() or type(weights) is not dict:
+    def _extract_at_once(self, weights: Mapping[str, Any]) -> dict[str, Source]:
+        """:meth:`_extract` for all workers, without waiting, if the weights need no preparation, and no other caller is
+        preparing weights; otherwise an empty dict."""
+        if self._extraction_lock.waiting or self._extraction_lock.locked() or type(weights) is not dict:
             return {}
         found: dict[str, Source] = {}
         for topic, given in weights.items():
@@ -478,36 +481,37 @@ class BusCore:
             found[topic] = flat
         return found
 
-    async def _take_in_order(
+    async def _extract_in_order(
         self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
     ) -> dict[str, Source]:
-        """:meth:`_take`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
-        must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
-        between. Raises AckTimeout if the others have not been prepared within the timeout."""
+        """:meth:`_extract`, after the callers before: otherwise a caller whose ``prepare_weights`` takes long could
+        publish older weights as the newer version. :meth:`Publishing.publish` keeps the order, if nothing is awaited in
+        between. Raises AckTimeout if the others take longer."""
         late = (
             f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         )
-        await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
+        await self._extraction_lock.acquire_until(asyncio.get_running_loop().time() + timeout, lambda: late)
         try:
-            return await self._take(weights, workers)
+            return await self._extract(weights, workers)
         finally:
-            self._preparing.release()
+            self._extraction_lock.release()
 
     async def announce(
         self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
     ) -> int:
-        # Snapshot and announce, for now or until it is committed; returns the version.
+        # Publish the weights, or stage them; returns the version.
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
-        sources = self._at_hand(weights, workers) or await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
+        if workers is not None or not (sources := self._extract_at_once(weights)):
+            sources = await self._extract_in_order(weights, workers, DEFAULT_TIMEOUT)
         return await self._publish(link, sources, workers, encoded, DEFAULT_TIMEOUT, stages=stages)
 
     async def await_staged(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: wait until workers have a version ready, or a newer one. Raises PartialSendError, which names each
-        # worker that has not, and why; NotConnected if nobody is to get it; ValueError: it was dropped.
+        # Sender: wait until workers have staged this version, or a newer one. Raises PartialSendError, with a reason
+        # for each that has not; NotConnected if it is for too few workers; ValueError if it was dropped.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.check_not_dropped(version)
         progress = machine.progress
         chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
@@ -515,7 +519,7 @@ class BusCore:
             raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
 
         def outcome() -> Outcome:
-            link.caught_up().check_open()
+            link.end_fast_path().check_open()
             machine.check_not_dropped(version)
             return progress.of(version, chosen, models, staged=True)
 
@@ -525,31 +529,32 @@ class BusCore:
     async def commit_and_wait(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
     ) -> None:
-        # Sender: have what is staged applied, and wait until workers have done so. Raises ValueError: it is not staged.
+        # Sender: commit the staged version, and wait until workers have applied it. ValueError: it is not staged.
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         staged = machine.targets.staged
         machine.commit(version)
         assert staged is not None
-        link.observer.tell("publish.committed", link.observer.lives.get(version))
-        link.settle()
+        link.observer.emit("publish.committed", link.observer.traces.get(version))
+        link.act_on_changes()
         if self.calls is not None:
             self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     def drop_staged(self, version: int) -> None:
-        # Sender: what is staged goes to nobody. Raises ValueError: it is not staged.
+        # Sender: no worker applies the staged version. Raises ValueError: this version is not staged.
         link = self.trainer_link()
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.check_staged(version)
-        link.end_staged()
+        link.observe_staged_drop()
         machine.drop()
-        link.settle()
+        link.act_on_changes()
 
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:
-        """The sender's link, and whom to wait for. Raises ValueError: there is no such version, worker or quorum."""
+        """The sender's link, and the workers to wait for. Raises ValueError if there is no such version or worker, or
+        the quorum is larger than the number of workers."""
         check_timeout(timeout)
         link = self.trainer_link()
         if not 0 < version <= link.issued:
@@ -568,12 +573,11 @@ class BusCore:
         *,
         stages: bool = False,
     ) -> int:
-        """:meth:`announce` of what was extracted. Raises ValueError for weights of single workers that are behind a
-        relay."""
+        """Publish or stage the extracted weights. Raises ValueError if some are for single workers behind a relay."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
-        whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
+        chosen = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         behind = link.machine.relayed.workers
-        for worker in whom:
+        for worker in chosen:
             if worker in behind and worker not in link.machine.peers:
                 raise ValueError(
                     f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
@@ -582,7 +586,7 @@ class BusCore:
         deadline = link.loop.time() + timeout
         version = await link.publish(sources, transports, workers, deadline=deadline, metadata=metadata, stages=stages)
         if self.on_published is not None:
-            link.machine.targets.when_target(version, partial(self.on_published, version, sorted(whom) or None))
+            link.machine.targets.when_target(version, partial(self.on_published, version, sorted(chosen) or None))
         if self.calls is not None and not stages:
             self.calls.begin(version, workers, list(sources))
         return version
@@ -595,38 +599,38 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        # Announce, and wait until the workers have applied it, or as many of them as the quorum needs. Raises
-        # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
-        # has not applied it, and why.
+        # Publish, and wait until all workers that should have the version have applied it, or as many as the quorum
+        # says. Raises NotConnected, with nothing published, if too few workers are there; PartialSendError, with a
+        # reason for each worker that has not applied the version.
         check_timeout(timeout)
         encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
-            if not (sources := self._at_hand(weights, workers)):
-                link.check_quorum(weights, workers, quorum)
-                sources = await self._take_in_order(weights, workers, timeout)
+            if workers is not None or not (sources := self._extract_at_once(weights)):
+                link.require_workers(weights, workers, quorum)
+                sources = await self._extract_in_order(weights, workers, timeout)
             begun = link.loop.time()
             is_plain = workers is None and quorum is None and not (encoded or self.calls)
-            version = link.publish_steadily(sources, self.schemes, timeout) if is_plain else None
+            version = link.publish_on_fast_path(sources, self.schemes, timeout) if is_plain else None
             if version is not None:
                 if self.on_published is not None:
                     self.on_published(version, None)
-                if not await link.complete(version):
+                if not await link.complete_on_fast_path(version):
                     await link.wait_applied(version, None, list(sources), timeout, begun)
                 if link.observer.durations is not None:
                     link.observer.durations.observe(link.loop.time() - begun)
                 return version
-            there = link.check_quorum(sources, workers, quorum)
+            present = link.require_workers(sources, workers, quorum)
             version = await self._publish(link, sources, workers, encoded, timeout)
         except AckTimeout as error:  # nothing was published
             waiting = workers or link.machine.membership.expected()
             raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
-        await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
+        await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, present)
         return version
 
     async def await_version(
         self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None = None
     ) -> None:
-        # Wait until workers have applied a version; on a receiver, until this one has.
+        # Sender: wait until workers have applied a version. Receiver: wait until this worker has.
         check_timeout(timeout)
         if self.role == "receiver":
             if quorum is not None:
@@ -637,7 +641,7 @@ class BusCore:
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     async def verify_model(self, model_id: str, worker_ids: Workers, timeout: float) -> Differences:
-        # Sender: compare what the workers' models hold with what they should have.
+        # Sender: compare the tensors of the workers' models with those of the versions that they should have.
         check_timeout(timeout)
         link, workers = self.trainer_link(), as_workers(worker_ids)
         link.check_workers(workers)
@@ -645,12 +649,12 @@ class BusCore:
         return await link.verifying.verify(model_id, workers, timeout)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
-        # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
+        # Receiver: wait until each of these models is at most max_lag versions behind the sender.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
         return await self.worker_link().wait_lag(models, max_lag, timeout)
 
-    # -- what both APIs show ------------------------------------------------------------------------------------------
+    # -- the same in both APIs ----------------------------------------------------------------------------------------
 
     def _bus_and_models(self) -> tuple[BusCore, Collection[str]]:
         return self, self.schemes
@@ -659,28 +663,28 @@ class BusCore:
         return self, None
 
     def hold(self: ModelsOnBus) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which this receiver applies no update, to any model of its bus. In
-        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` are those of what is read there; with
-        ``bus.hold()``, the newest that any of its models shows."""
+        """A block (``with`` or ``async with``) in which this receiver applies no update to any model of its bus. In
+        ``with scheme.hold() as held``, ``held.version`` and ``held.metadata`` belong to the weights that the block
+        reads; with ``bus.hold()``, to the newest version that any model of the bus shows."""
         bus, models = self._open_bus_and_models()
         return bus.hold_of(bus.schemes if models is None else models)
 
     @property
     def version(self: ModelsOnBus) -> int:
-        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
-        version that the model shows; of a bus, the newest that any of its models shows. 0: none.
+        """Sender: the newest version published on this bus; a version that a worker has refused does not count.
+        Receiver: the version that the model shows; of a bus, the newest that any of its models shows. 0: none.
 
-        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        On a receiver it changes together with the model: inside a ``hold()`` it is the version that the block reads.
         """
         bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return link.machine.published
-        return link.acting(models).version if isinstance(link, WorkerLink) else bus.carried
+        return link.newest_shown(models).version if isinstance(link, WorkerLink) else bus.unlinked_version
 
     @property
     def epoch(self: ModelsOnBus) -> str:
-        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
-        follows; empty while there is none."""
+        """Identifies the sender whose versions count: this sender, or the one that a receiver follows. 37 characters,
+        which sort by the senders' age; empty while there is none."""
         bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
             return epoch_text(link.machine.epoch)
@@ -688,38 +692,38 @@ class BusCore:
 
     @property
     def metadata(self: ModelsOnBus) -> dict[str, Any]:
-        """A copy of what was published with :attr:`version` as ``metadata=``; empty if there was none. On a receiver it
-        switches with the model, as the version does."""
+        """A copy of the ``metadata=`` that was published with :attr:`version`; empty if there was none. On a receiver
+        it changes together with the model, as the version does."""
         bus, models = self._bus_and_models()
         return bus.metadata_of(models)
 
     def state_dict(self: ModelsOnBus) -> dict[str, int]:
-        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
+        """Sender: the state that a checkpoint must keep so that versions continue: ``{"version": …}``.
 
         Raises:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         bus, _ = self._bus_and_models()
-        bus.check_counts()
+        bus.check_not_receiver()
         return {"version": bus.version}
 
     def load_state_dict(self: ModelsOnBus, state: Mapping[str, int]) -> None:
-        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
+        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call this
         before or after ``connect``; all schemes of a bus share the version.
 
         Raises:
-            ValueError: not such a state, or its version is older than the current one; nothing was changed.
+            ValueError: this is not such a state, or its version is older than the current one; nothing was changed.
             ClosedError: this bus was shut down.
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         bus, _ = self._bus_and_models()
-        bus.check_counts()
+        bus.check_not_receiver()
         version = state.get("version") if isinstance(state, Mapping) else None
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
             raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
         if bus.is_shut_down:
             raise ClosedError("this bus was shut down; construct another, and load the state into it")
-        bus.look(lambda: bus.carry_on(version))
+        bus.read_link(lambda: bus.continue_from(version))
 
     @property
     def closed(self: ModelsOnBus) -> bool:
@@ -730,40 +734,40 @@ class BusCore:
         return self.is_shut_down or bus.is_shut_down
 
     def status(self: ModelsOnBus) -> BusStatus:
-        """Sender: per worker its applied version, target, lag, last seen, and state. Receiver: its own version, and its
-        sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
+        """Sender: for each worker its applied version, target, lag, last seen, and state. Receiver: its own version,
+        and its sender's ``state`` and ``last_seen``. ``refused`` counts what was refused because of keys."""
         bus, models = self._bus_and_models()
-        return bus.look(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
+        return bus.read_link(lambda: BusStatus({}, {}) if bus.link is None else bus.link.status(list(models)))
 
     def hold_of(self, models: Collection[str]) -> Hold[Shown]:
         self.check_open("receiver")
         assert self.gate is not None
-        return Hold(self.gate, lambda: self.acting(models).shown)
+        return Hold(self.gate, lambda: self.newest_shown(models).shown)
 
-    def acting(self, models: Collection[str]) -> Acting:
-        # Receiver: the newest that these models show.
-        return self._link.acting(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
+    def newest_shown(self, models: Collection[str]) -> Acting:
+        # Receiver: the newest version that any of these models shows.
+        return self._link.newest_shown(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
         if isinstance(link := self._link, TrainerLink):
-            return decode_metadata(self.look(lambda: link.machine.targets.metadata))
-        return self.acting(models).shown.metadata
+            return decode_metadata(self.read_link(lambda: link.machine.targets.metadata))
+        return self.newest_shown(models).shown.metadata
 
-    def check_counts(self) -> None:
+    def check_not_receiver(self) -> None:
         if self.role == "receiver":
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
-    def carry_on(self, version: int) -> None:
+    def continue_from(self, version: int) -> None:
         link = self._link if isinstance(self._link, TrainerLink) else None
-        now = self.carried if link is None else link.machine.version
+        now = self.unlinked_version if link is None else link.machine.version
         if version < now:
             raise ValueError(
                 f"this sender is at version {now} already, and versions never go back: version {version} cannot be "
                 "loaded; load a checkpoint before the first publication"
             )
-        self.carried = version
+        self.unlinked_version = version
         if link is not None:
-            link.carry_on(version)
+            link.continue_from(version)
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -772,21 +776,21 @@ class BusCore:
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """``(host, port)`` where this process serves metrics; None: it does not, or not yet."""
+        """``(host, port)`` at which this process serves metrics; None: it does not, or not yet."""
         return None if self._link is None or self._link.metrics is None else self._link.metrics.address
 
     def report(self) -> Report:
-        """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
-        return self.look(self.trainer_link().report)
+        """The report that ``asyncsync top`` shows of this sender. Raises NotConnected if it is not connected."""
+        return self.read_link(self.trainer_link().report)
 
     def newest_target(self) -> int:
-        # Receiver: the newest version that its models show, or that any model is to have; 0: none.
+        # Receiver: the newest version that any of its models shows or should have; 0: none.
         if not isinstance(link := self._link, WorkerLink):
             return 0
-        return max([link.acting(self.schemes).version, *list(link.machine.targets.values())])
+        return max([link.newest_shown(self.schemes).version, *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
-        # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.
+        # Receiver: raise Fenced if another process has taken this worker's place.
         if isinstance(link := self._link, WorkerLink) and isinstance(ended := link.machine.session.ended, Fenced):
             raise Fenced(*ended.args)
 
@@ -803,15 +807,15 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:
-    """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
-    their models. All of them are blocking, or all asynchronous.
+    """Move schemes that each have a bus of their own onto one bus, before they are initialised, so that one update can
+    carry all their models. Either all schemes are blocking, or all are asynchronous.
 
     The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
-    copies made from now on find each other in a worker; copies made earlier still have the address of old.
+    copies that are made from now on find each other in a worker; copies made earlier keep their old address.
 
-    Returns the common bus; None: there is none, because they share several buses already, or there are no schemes.
-    Raises, with nothing changed, ValueError for several explicit endpoints, or settings that one bus cannot have;
-    RuntimeError if a scheme is initialised or connected already.
+    Returns the common bus; None if there are no schemes, or if they share several buses already. Raises, with nothing
+    changed, ValueError if there are several explicit endpoints, or settings that one bus cannot have; RuntimeError if a
+    scheme is initialised or connected already.
     """
     schemes = list(schemes)
     for scheme in schemes:
@@ -833,7 +837,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name, default in SHARED.items():  # workers connect to the endpoint itself unless connect= says otherwise
+    for name, default in SHARED.items():  # a connect_endpoint like the bus's endpoint is no setting
         values = {getattr(bus, name) for bus in buses if getattr(bus, name) not in (default, bus.endpoint)}
         if len(values) > 1:
             argument = ARGUMENTS.get(name, name)

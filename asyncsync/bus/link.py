@@ -1,8 +1,8 @@
-"""Link: what both ends of a bus share — a ZeroMQ context on the running loop, a timer, and the end.
+"""The base of both ends of a bus: a ZeroMQ context on the running event loop, a timer, waiting coroutines, shutdown.
 
-A link is driven by callbacks only: the loop calls it when a socket is readable or a timer is due, it feeds its state
-machine, sends what the machine wants sent, and wakes the coroutines that wait for a condition. Nobody ever awaits a
-socket, so cancelling a caller cannot lose a message."""
+Only callbacks drive a link. The event loop calls it when a socket is readable or its timer is due. The link feeds its
+state machine, sends the messages in the machine's outbox, and wakes the coroutines whose condition holds by now. No
+coroutine awaits a socket, so cancelling a caller cannot lose a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.status import link_figures
+from asyncsync.bus.status import link_metrics
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-# Copies up to this size are made on the loop; larger ones in the work thread.
+Shutdown = weakref.WeakMethod[Callable[[], Awaitable[None]]]
+# The event loop makes copies of up to this size itself; the work thread makes larger ones.
 INLINE_BYTES = 4 << 20
 LINGER_MS = 500
-FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
-EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
-LATE = 0.02  # a loop that is later than this has been blocked, or had no core
-TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
-# Of the environment: "0" turns off what is shorter in a training loop, in this process.
-FAST = "ASYNCSYNC_FAST"
+FORGOTTEN_LINGER_MS = 100  # shorter, because the garbage collector waits for it
+EXIT_SECONDS = 1.0  # for one link, when its loop or the process ends; at exit, all links together get twice as long
+LATE = 0.02  # seconds; if the timer fires later than this, the event loop was blocked, or had no core
+TICK = 0.25  # seconds between two ticks; deadlines are seconds away, so a delay of one tick does no harm
+FAST = "ASYNCSYNC_FAST"  # an environment variable: "0" turns off the fast path in this process
 
 
 def is_fast_path_on() -> bool:
@@ -48,14 +48,16 @@ def is_fast_path_on() -> bool:
 
 
 class Link(ABC):
-    """Base of the trainer's and the worker's link. ``descriptors`` is how many file descriptors its peers will take:
-    raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
-    of those who wait; ``timer`` is None in a callback of it; ``settled`` is called whenever the state machine may have
-    changed."""
+    """Base of the trainer's and the worker's link. Raises NotConnected if this process has too few file descriptors
+    left: it needs ``descriptors`` for the peers, beside the link's own.
+
+    ``waiters`` has, for each coroutine that waits, the future that wakes it and the predicate that must hold. ``timer``
+    calls :meth:`_tick`, and is None during the call.
+    """
 
     metrics: Metrics | None = None
-    stalled = 0.0  # seconds that the event loop was late, all in all
-    _at_exit: Finalize | None = None  # while it is open
+    stalled_seconds = 0.0  # the sum of all delays of more than LATE with which the event loop called the timer
+    _at_exit: Finalize | None = None  # None until the link is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
         if why := shortage(PER_LINK + descriptors):
@@ -65,46 +67,46 @@ class Link(ABC):
         self.waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self.context = Context()
         self.thread = WorkThread(name)
-        self.dropped: Counter[str] = Counter()
-        self.settled: Callable[[], object] | None = None
+        self.dropped: Counter[str] = Counter()  # received messages, by the reason why they were dropped
+        self.on_change: Callable[[], object] | None = None  # called after each change of the state machine
         self.closed = False
         self.failure: BaseException | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._lifeline: AsyncGeneratorType[None, None] | None = None
+        self._at_loop_end: AsyncGeneratorType[None, None] | None = None
 
     def opened(self) -> None:
-        """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
-        _open.add(self)
+        """The last step of a constructor: from now on the link is shut down at exit, even if the user does not."""
+        _open_links.add(self)
         if self.metrics is not None:
-            reference = weakref.ref(self)  # a bus that is forgotten is not to be kept by its figures
+            reference = weakref.ref(self)  # the metrics must not keep a link alive that the user has dropped
 
-            def look() -> list[Metric]:
+            def collect() -> list[Metric]:
                 link = reference()
-                return [] if link is None else link.figures()
+                return [] if link is None else link.collect_metrics()
 
-            self.metrics.attach(self.loop, look)
-        # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
-        # asyncsync.runtime.loop_thread, which shuts down those on its loop.
-        self._at_exit = Finalize(None, _end_all, exitpriority=9)
+            self.metrics.attach(self.loop, collect)
+        # Not atexit, which multiprocessing's children do not run. This runs before the process joins its children,
+        # which may wait for it, and after asyncsync.runtime.loop_thread has shut down the links on its loop.
+        self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
-    def until_the_loop_ends(self, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> None:
-        """Have ``end`` called when the loop ends (``asyncio.run`` returns), unless this is shut down before. If its
-        object no longer exists, :meth:`shutdown` is called instead.
+    def shut_down_with_loop(self, shutdown: Shutdown) -> None:
+        """Call ``shutdown`` when the loop ends (``asyncio.run`` returns), or the link's own :meth:`shutdown` if that
+        object no longer exists. If the link is shut down before, nothing is called.
 
-        An asynchronous generator that has begun is closed then, by ``loop.shutdown_asyncgens()``: after all tasks have
-        been cancelled, and while the loop still runs.
+        For this, an asynchronous generator is begun. ``loop.shutdown_asyncgens()`` closes it after all tasks were
+        cancelled, and while the loop still runs.
         """
-        lifeline = _lifeline(self, end)
-        assert isinstance(lifeline, AsyncGeneratorType)
-        self._lifeline = lifeline
+        at_loop_end = _shut_down_at_loop_end(self, shutdown)
+        assert isinstance(at_loop_end, AsyncGeneratorType)
+        self._at_loop_end = at_loop_end
         with suppress(StopIteration):
-            self._lifeline.__anext__().send(None)
+            self._at_loop_end.__anext__().send(None)
 
     def __del__(self) -> None:
         if self._at_exit is not None and not self.closed and not self.is_inherited:
             try:
-                self.cut(FORGOTTEN_LINGER_MS)
+                self.shut_down_without_loop(FORGOTTEN_LINGER_MS)
             finally:
                 warnings.warn(
                     "a scheme or bus was still connected when its event loop ended: call shutdown(), or use it "
@@ -115,7 +117,7 @@ class Link(ABC):
 
     @property
     def is_inherited(self) -> bool:
-        """True in a forked child: the link is its parent's."""
+        """True in a forked child, because the link is the parent's."""
         return self.pid != os.getpid()
 
     # The state machine of each side:
@@ -124,60 +126,60 @@ class Link(ABC):
     def _tick(self, now: float) -> None: ...
 
     @abstractmethod
-    def settle(self) -> None:
-        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
+    def act_on_changes(self) -> None:
+        """After each change of the state machine: send the messages in its outbox, set the timer, wake the waiters."""
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """Send BYE, close everything, release everything. Idempotent."""
+        """Send BYE, close the sockets and release the slabs. Idempotent."""
 
-    def figures(self) -> list[Metric]:
-        return link_figures(self.dropped, self.stalled)
+    def collect_metrics(self) -> list[Metric]:
+        return link_metrics(self.dropped, self.stalled_seconds)
 
     @abstractmethod
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        """What :meth:`cut` does, one after the other, whether or not one fails."""
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
+        """What :meth:`shut_down_without_loop` calls, in this order. If one raises, it calls the others all the same."""
 
-    def _set_timer(self, now: float) -> None:
+    def _set_timer(self) -> None:
         if not self.closed:
-            self._timer_due = now + TICK
+            self._timer_due = self.loop.time() + TICK
             self.timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:
         self.timer = None
         if (late := self.loop.time() - self._timer_due) > LATE:
-            self.stalled += late
+            self.stalled_seconds += late
         with self.guard():
             self._tick(self.loop.time())
-            self.settle()
+            self.act_on_changes()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around every callback: an exception that escapes is a bug of the bus, and must not leave callers waiting."""
+        """Put around each callback: an escaping exception is a bug of the bus, and must not leave callers waiting."""
         try:
             yield
         except Exception as error:
             self.crash(error)
 
-    def drop(self, error: ProtocolError, who: str) -> None:
-        """Count a message that changed nothing; log the first of its kind."""
+    def count_dropped(self, error: ProtocolError, source: str) -> None:
+        """Count a message that was dropped because of this error; log the first one with each reason."""
         reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
-            # As text: a log that keeps its records would keep what the error's traceback refers to.
-            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, str(error))
+            # str(error), because a log that keeps its records would keep what the error's traceback refers to.
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", source, str(error))
 
     def crash(self, error: BaseException) -> None:
-        """A bug of the bus surfaced in a callback: no caller may wait for ever on it."""
+        """A callback has raised, which is a bug of the bus: callers get a WeightSyncError instead of waiting."""
         if self.failure is None:
             self.failure = error
             logger.error("the bus has failed", exc_info=error)
         self.notify()
 
-    def check(self) -> None:
-        """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
-        another process or event loop, WeightSyncError if a callback has failed."""
+    def check_usable(self) -> None:
+        """Raise ClosedError if this link was shut down, RuntimeError if the caller is in another process or on another
+        event loop, WeightSyncError if a callback has raised."""
         if self.pid != os.getpid():
             raise RuntimeError("this scheme or bus was connected before the fork; connect again in the child process")
         if self.closed:
@@ -188,21 +190,21 @@ class Link(ABC):
             raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
 
     def check_loop(self) -> None:
-        """Raise RuntimeError on another loop than the link's own."""
+        """Raise RuntimeError if the running event loop is not the link's."""
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
     async def wait(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        """True as soon as the predicate holds; False when the timeout (seconds; None: no limit) expires first. Raises
-        as :meth:`check`, also if this link is shut down or fails meanwhile.
+        """Wait until the predicate holds; returns False if the timeout (seconds; None: no limit) expires first. Raises
+        as :meth:`check_usable`, also if this link is shut down or crashes meanwhile.
 
-        When this returns, the predicate holds: the state that woke the waiter may be over a moment later.
+        True means that the predicate holds now: it is evaluated again after the wake-up, when it may not hold any more.
         """
-        self.check()
+        self.check_usable()
         deadline = None if timeout is None else self.loop.time() + timeout
         while not predicate():
             if self.closed or self.failure is not None:
-                self.check()
+                self.check_usable()
             if deadline is not None and deadline <= self.loop.time():
                 return False
             waiter: asyncio.Future[None] = self.loop.create_future()
@@ -217,64 +219,63 @@ class Link(ABC):
         return True
 
     def notify(self) -> None:
-        """The state may have changed: evaluate every predicate, and wake those whose predicate holds."""
+        """The state may have changed: wake each coroutine whose predicate holds now."""
         for waiter, predicate in list(self.waiters.items()):
             if not waiter.done():
                 try:
                     is_over = self.closed or self.failure is not None or predicate()
                 except Exception:
-                    is_over = True  # raised where the waiter waits, and nowhere else
+                    is_over = True  # the woken coroutine evaluates it again, and raises this to its own caller
                 if is_over:
                     waiter.set_result(None)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
-        """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
+        """From any thread: have the event loop call this. If the loop is closed, do nothing: no coroutine waits."""
         call_soon(self.loop, function)
 
-    async def run(self, function: Callable[[], Any], nbytes: int) -> Any:
-        """Run a copy: small ones here and now, large ones in the work thread, to their end even if cancelled."""
+    async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
+        """Run a function: at once if it touches few bytes, else in the work thread, to its end even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()
         return await finish(self.thread.submit(function))
 
-    def cut(self, linger_ms: int) -> None:
-        """:meth:`shutdown` without the loop, which will never run. Waits ``linger_ms`` at most for the BYE to leave."""
+    def shut_down_without_loop(self, linger_ms: int) -> None:
+        """:meth:`shutdown` if the event loop will not run any more. Waits at most ``linger_ms`` to send the BYE."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
-        self._forget()
+        self._cancel_exit_hooks()
         with ExitStack() as stack:
             stack.callback(self.thread.abandon)
             if self.metrics is not None:
                 stack.callback(self.metrics.close)
-            stack.callback(self.context.destroy, linger_ms)  # and whatever socket is still open
-            for step in reversed(self._farewell(linger_ms)):
+            stack.callback(self.context.destroy, linger_ms)  # closes sockets that are still open, too
+            for step in reversed(self._closing_steps(linger_ms)):
                 stack.callback(step)
 
-    def _forget(self) -> None:
-        """The link is ending: nobody else has to see to that."""
-        _open.discard(self)
+    def _cancel_exit_hooks(self) -> None:
+        _open_links.discard(self)
         if self._at_exit is not None:
             self._at_exit.cancel()
 
     async def _terminate(self) -> None:
-        self._forget()
+        self._cancel_exit_hooks()
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
         try:
             if self.metrics is not None:
                 await finish(self.thread.submit(self.metrics.close))
-            # term() waits for the sockets' linger, LINGER_MS at most.
+            # term() waits until the sockets have sent everything, at most LINGER_MS.
             await finish(self.thread.submit(self.context.term))
         finally:
             await self.thread.close()
             self.notify()
-            if self._lifeline is not None and not self._lifeline.ag_running:
-                await self._lifeline.aclose()
+            if self._at_loop_end is not None and not self._at_loop_end.ag_running:
+                await self._at_loop_end.aclose()
 
 
-_open: weakref.WeakSet[Link] = weakref.WeakSet()
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
@@ -282,38 +283,38 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def _lifeline(link: Link, end: weakref.WeakMethod[Callable[[], Awaitable[None]]]) -> AsyncGenerator[None, None]:
+async def _shut_down_at_loop_end(link: Link, shutdown: Shutdown) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
         if not link.closed:
-            await (end() or link.shutdown)()
+            await (shutdown() or link.shutdown)()
 
 
-def _end_all() -> None:
-    """The process ends: send BYE to the other sides and remove this process's files, but do not keep it waiting."""
+def _shut_down_all() -> None:
+    """At the exit of the process: send BYE to the other ends and remove this process's files, within a time limit."""
     deadline = time.monotonic() + 2 * EXIT_SECONDS
-    for link in [one for one in _open if not one.is_inherited]:
+    for link in [one for one in _open_links if not one.is_inherited]:
         seconds = max(0.0, min(EXIT_SECONDS, deadline - time.monotonic()))
         try:
-            if link.loop.is_running():  # in a daemon thread
+            if link.loop.is_running():  # in a daemon thread, which exit does not stop
                 asyncio.run_coroutine_threadsafe(link.shutdown(), link.loop).result(seconds)
             else:
-                link.cut(min(LINGER_MS, int(1000 * seconds)))
+                link.shut_down_without_loop(min(LINGER_MS, int(1000 * seconds)))
         except Exception:
             logger.exception("could not shut down a bus at exit")
 
 
-class Order(asyncio.Lock):
-    """A lock that coroutines get in order, within a time limit. ``waiting`` counts those that do not have it yet."""
+class FairLock(asyncio.Lock):
+    """A lock that coroutines get in order, within a time limit. ``waiting`` counts the coroutines that wait for it."""
 
     waiting = 0
 
     async def acquire_until(self, deadline: float, late: Callable[[], str]) -> None:
-        """Acquire it. Raises AckTimeout, which says what ``late`` returns, if the others have it until the deadline, a
-        time of the loop's clock."""
+        """Acquire the lock. Raises AckTimeout, with the text that ``late`` returns, if other coroutines have it until
+        the deadline, a time of the loop's clock."""
         if not self.waiting and not self.locked():
-            await self.acquire()  # at once
+            await self.acquire()  # does not suspend, and needs no timer
             return
         self.waiting += 1
         try:

@@ -1,9 +1,9 @@
 """Publishing: what a trainer's link does with weights, from the snapshot to the announcement.
 
-Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
-state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
-the link's thread, one after another. What is like the version before in all but its bytes may go the fast way
-(:mod:`asyncsync.bus.steady`): :meth:`Publishing.publish_steadily` decides that.
+A publication takes slabs from pools, which may be full, packs them on the loop or in a thread, offers them to the
+transports, and has the state machine announce them. Publications keep the order in which they were called. The link's
+thread compresses pieces and makes differences, one after another. A version that differs from the one before only in
+its bytes may take the fast path (:mod:`asyncsync.bus.fast_path`): :meth:`Publishing.publish_on_fast_path` decides that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from asyncsync.bus.carrier import Carrier, Member, Source
-from asyncsync.bus.link import INLINE_BYTES, Link, Order
-from asyncsync.bus.status import Life, TrainerObserver
-from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.fast_path import TrainerFastPath
+from asyncsync.bus.link import INLINE_BYTES, FairLock, Link
+from asyncsync.bus.status import Trace, TrainerObserver
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.monitor.trace import Hook
 from asyncsync.net.keys import Admission
@@ -38,29 +38,31 @@ from asyncsync.wire.messages import Buffer, Update
 
 logger = logging.getLogger("asyncsync")
 
-assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
-# A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
+# _PackJob.memory, which is for weights of up to CACHED_BYTES, must be copied on the loop, before other code can run: a
+# tensor may get other memory.
+assert CACHED_BYTES <= INLINE_BYTES
+# Wait this many seconds for a slab that libzmq is about to release, because a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
-# The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:
-# some 20 ms.
+# So many pieces are encoded in one job of the thread, which then need not wait for the loop after each piece. A
+# publication that needs the thread waits at most for one job, some 20 ms.
 ENCODED_AT_ONCE = 8
-# The fast way, from shared memory: the interpreter waits while a worker copies them.
-LARGEST_STEADY = 1 << 20
-# Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
-LEAST_TIMEOUT = 1.0
-# A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
-# off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
-# and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
+# The fast path copies at most this much from shared memory, because the worker's interpreter waits for the copy.
+FAST_PATH_BYTES = 1 << 20
+# Shorter timeouts take the general path: if an answer stays out, the fast path ends only after a quarter of a second.
+FAST_PATH_LEAST_TIMEOUT = 1.0
+# The scheduler's time slice is 0.7 ms or more. If this thread has run for longer, the first worker that it wakes takes
+# its core: it would announce the update to the other workers only when that one has finished, and read its answer late.
+# So it sleeps first, which takes some 0.06 ms, and gets a new time slice.
 BUSY_SECONDS = 0.0007
 
 
-class _Job(NamedTuple):
-    """What has to be packed, and where."""
+class _PackJob(NamedTuple):
+    """Weights, and the slab into which to pack them."""
 
     slab: Slab
     flat: FlatWeights
-    tensors: list[torch.Tensor] | None
-    memory: list[memoryview] | None  # the bytes of each, if it was found out just now where they are
+    tensors: list[torch.Tensor] | None  # in the layout's order; None: pack() arranges them
+    memory: list[memoryview] | None  # their bytes, if these are the tensors of the last publication, in the same memory
 
     def pack(self, progress: Callable[[], None] | None = None) -> None:
         if self.memory is not None:
@@ -70,19 +72,19 @@ class _Job(NamedTuple):
 
 
 class Publishing(Link):
-    """A trainer's link, as far as weights are concerned: from the snapshot to the announcement.
+    """The half of a trainer's link that publishes weights.
 
     Attributes:
-        machine: the state machine. To be had by :meth:`caught_up`, but for what the fast path cannot have changed.
+        machine: the state machine. Get it by :meth:`end_fast_path`, except for what the fast path cannot change.
         min_workers: how many workers an elastic trainer needs.
-        pool: slabs for transports that have none.
-        origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
-        order: held by the publication that is under way.
-        pools: all that shutdown must close.
-        served: by descriptor, the transports that act for each worker.
-        admission: says who gets in; None: everybody does.
-        steady: the fast path, while it is on.
-        is_busy: whether this thread had run for long without a rest before the latest publication.
+        pool: slabs for transports that have no pool.
+        origin: in a tree, returns the version at its root that a publication stands for, and that version's metadata.
+        publish_lock: the running publication holds it.
+        pools: the pools that shutdown must close.
+        serving_transports: by descriptor, the transports that must act for each worker.
+        admission: decides which clients may connect; None: all may.
+        fast_path: None while it is off.
+        used_time_slice: whether the latest publication has used up this thread's time slice.
     """
 
     admission: Admission | None = None
@@ -94,33 +96,33 @@ class Publishing(Link):
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
-        self.order = Order()
-        self.served: dict[bytes, Carrier] = {}
-        self.steady: SteadyTrainer | None = None
-        self.is_busy = False
-        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
+        self.publish_lock = FairLock()
+        self.serving_transports: dict[bytes, Carrier] = {}
+        self.fast_path: TrainerFastPath | None = None
+        self.used_time_slice = False
+        self._source_caches: dict[str, SourceCache] = {}  # by model; where the published tensors lie
         self.pools = {self.pool}
-        self._full: SlabPool | None = None  # what the publication that is under way waits for
+        self._awaited_pool: SlabPool | None = None  # in which the running publication waits for a free slab
         self._is_encoding = self._cannot_encode = False
 
     @abstractmethod
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
-        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+        """Send this message to a worker at once, by its side channel if there is one; False: it was not sent."""
 
-    def caught_up(self) -> Trainer:
-        """The state machine, with all that the fast path has done meanwhile; that ends here. To be called before
-        anything is done to it, or its state of updates is read."""
-        steady, self.steady = self.steady, None
-        if steady is not None:
-            steady.end()
+    def end_fast_path(self) -> Trainer:
+        """End the fast path, if it is on, and return the state machine, which then knows what the fast path has done.
+        Call this before you change the machine, or read its versions, targets or leases."""
+        fast, self.fast_path = self.fast_path, None
+        if fast is not None:
+            fast.end()
         return self.machine
 
     def latest_layout(self, model_id: str) -> Layout | None:
-        """Of what was published last. From any thread."""
-        known = self._known.get(model_id)
+        """The layout of the latest publication of a model; None: there was none. May be called in any thread."""
+        known = self._source_caches.get(model_id)
         return None if known is None else known.layout
 
-    # -- the general way -----------------------------------------------------------------------------------------------
+    # -- the general path ----------------------------------------------------------------------------------------------
 
     async def publish(
         self,
@@ -133,31 +135,32 @@ class Publishing(Link):
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
-        """Snapshot the sources, make that the target, announce it; returns the version. ``stages``: the version becomes
-        the target when it is committed.
+        """Copy the sources into slabs, make these the targets, and announce them; returns the version. ``stages``: the
+        version becomes the target when it is committed.
 
-        Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
-        ``serve`` names models that are announced with these weights: a worker must not take one for a model without
-        any. Raises AckTimeout if all memory that a transport has for slabs is in use until the deadline, a time of the
-        loop's clock.
+        Publications keep the order in which they were called. If the caller is cancelled, this raises once nothing
+        reads the sources any more. ``serve`` names models that the trainer may not serve yet: it begins to serve them
+        together with these weights, because workers must not take such a model for one without weights. Raises
+        AckTimeout if an earlier publication still runs, or no slab is free, at the deadline, a time of the loop's
+        clock.
         """
         machine, observer = self.machine, self.observer
-        jobs: list[_Job] = []
+        jobs: list[_PackJob] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
 
-        def late() -> str:  # the publication before this one may be waiting for a slot
-            return f"another publication is still running: {self._why_full(self._full)}"
+        def late() -> str:  # the publication before this one may wait for a slot; then say which worker holds it
+            return f"another publication is still running: {self._why_full(self._awaited_pool)}"
 
-        await self.order.acquire_until(deadline, late)
-        life: Life | None = None
+        await self.publish_lock.acquire_until(deadline, late)
+        trace: Trace | None = None
         try:
             begun = self.loop.time()
-            self.check()
-            self.caught_up()
+            self.check_usable()
+            self.end_fast_path()
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            life = observer.begin(sources)
+            trace = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
@@ -171,61 +174,63 @@ class Publishing(Link):
                 job.slab.origin = origin
             streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                return await self._publish_packing(parts, workers, jobs[0], metadata, life)
+                return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
             for job in jobs:
-                self.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                await self.run(job.pack, job.slab.nbytes)
+                self.check_usable()  # if the link was shut down meanwhile, a new work thread would never end
+                await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
                 if job.slab.nbytes > INLINE_BYTES:
-                    begun = self.loop.time()  # this thread has rested
-            observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+                    begun = self.loop.time()  # this thread has waited, so it has a new time slice
+            if trace is not None:
+                observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
             for model_id, part in parts.items():
                 transport = transports[model_id]
                 slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
-                for whom, slab in slabs:
-                    if (descriptor := await transport.offer(slab, whom)) is not None:
+                for recipients, slab in slabs:
+                    if (descriptor := await transport.offer(slab, recipients)) is not None:
                         slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
                         if type(transport).serve is not Carrier.serve:
-                            self.served[descriptor] = transport
-            self.check()
-            self.end_staged()
+                            self.serving_transports[descriptor] = transport
+            self.check_usable()
+            self.observe_staged_drop()
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-            observer.published(life, version, machine.epoch)
-            self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+            observer.published(trace, version, machine.epoch)
+            self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
-            observer.abandoned(life, error)
+            observer.abandoned(trace, error)
             raise
         finally:
             try:
                 for job in jobs:
                     job.slab.release()
             finally:
-                self.order.release()
-        self.settle()
+                self.publish_lock.release()
+        self.act_on_changes()
         return version
 
     async def _publish_packing(
         self,
         parts: Mapping[str, Slab | Mapping[int, Slab]],
         workers: Iterable[int] | None,
-        job: _Job,
+        job: _PackJob,
         metadata: bytes,
-        life: Life | None,
+        trace: Trace | None,
     ) -> int:
-        """Announce first, and send what is packed while the rest is: the copy costs no time of its own then.
+        """Announce the slab before it is packed, and send each piece once it is packed, so that the copy takes no time
+        of its own.
 
-        One slab only: of several, the first might be applied somewhere when the second cannot be packed. Cancelled, it
-        is published all the same: the copy cannot be stopped, and is a snapshot like any other.
+        For one slab only: of several, a worker might apply the first before packing the second fails. If the caller is
+        cancelled, the version is published all the same, because the copy cannot be stopped; it is a whole snapshot.
         """
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
         targets = self.machine.targets
         replaced = targets.retain_current(parts)
         version = None
-        self.end_staged()
+        self.observe_staged_drop()
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
-            self.observer.published(life, version, self.machine.epoch)
-            self.settle()
+            self.observer.published(trace, version, self.machine.epoch)
+            self.act_on_changes()
 
             def pack_all() -> None:
                 progress = partial(self.call_from_thread, self.packed)
@@ -234,87 +239,88 @@ class Publishing(Link):
 
             await finish(self.thread.submit(pack_all))
         finally:
-            self.observer.tell("publish.packed", life, nbytes=job.slab.packed)
+            self.observer.emit("publish.packed", trace, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self.closed or complete:
                 targets.release_retained(replaced)
             else:
                 self.machine.abandon(version, replaced)
-                self.settle()
-        self.check()
+                self.act_on_changes()
+        self.check_usable()
         return version
 
-    def end_staged(self) -> None:
-        """What is staged is about to be dropped: tell of its end."""
+    def observe_staged_drop(self) -> None:
+        """The staged version, if there is one, is about to be dropped: end its trace."""
         if (staged := self.machine.targets.staged) is not None:
             self.observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
-        """There is more that workers are waiting for: of a slab, or of what is made of it."""
+        """More of a slab is packed or encoded: send it to the workers that wait for it."""
         if not self.closed:
             with self.guard():
-                self.caught_up()
+                self.end_fast_path()
                 self.machine.stream()
-                self.settle()
+                self.act_on_changes()
 
     async def _acquire(
         self,
         flat: FlatWeights,
         model_id: str,
         pool: SlabPool,
-        jobs: list[_Job],
+        jobs: list[_PackJob],
         deadline: float,
         *,
         count: int = 1,
         alone: bool = False,
     ) -> Slab:
-        """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
-        only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
+        """A slab for these weights. It is added to the jobs at once, because :meth:`publish` releases the slabs of all
+        jobs, whatever happens. ``alone``: this is the publication's only slab, so it is packed before other code can
+        run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
         self.pools.add(pool)
-        known = self._known.get(model_id)
+        known = self._source_caches.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
-            known = self._known[model_id] = SourceCache(Layout.of(flat))
+            known = self._source_caches[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
             known.learn(flat)
         layout, pinned = known.layout, flat.ready is not None
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_Job(slab, flat, tensors, memory))
+            jobs.append(_PackJob(slab, flat, tensors, memory))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
             return acquire()
-        memory = None  # a tensor may get other memory while this waits
-        await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
-        slab: Slab = await self.run(acquire, layout.nbytes)
+        memory = None  # while this waits, a tensor may get other memory
+        await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
+        slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
         return slab
 
-    async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
+    async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine
         await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
                 return True
-            wanted = {*machine.targets.slabs(), *machine.leases.held_by_takers(), *(job.slab for job in jobs)}
+            wanted = own | {*machine.targets.slabs(), *machine.leases.held_by_takers()}
             return pool.has_room(nbytes, wanted, count)
 
-        self._full = pool
+        self._awaited_pool = pool
         try:
-            if not await self.wait(has_room, max(0.0, deadline - self.loop.time())):
+            if not await self.wait(has_room, deadline - self.loop.time()):
                 raise AckTimeout(self._why_full(pool))
         finally:
-            self._full = None
+            self._awaited_pool = None
         machine.check_open()
 
     def _why_full(self, pool: SlabPool | None) -> str:
         if pool is None:
             return "its weights are still being copied: give a larger timeout, or publish less often"
         machine = self.machine
-        targets = machine.targets.slabs()  # those are nobody's fault
+        targets = machine.targets.slabs()  # the trainer needs these itself: no worker's fault
         holders = []
         for nonce, leases in machine.leases.of.items():
             held = leases.slabs.items()
@@ -333,48 +339,48 @@ class Publishing(Link):
     # -- transports that act for each worker ---------------------------------------------------------------------------
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
-        if self.served.get(descriptor) is transport:  # another one may number its slabs alike
-            del self.served[descriptor]
+        if self.serving_transports.get(descriptor) is transport:  # another transport may have an equal descriptor
+            del self.serving_transports[descriptor]
         transport.retire(descriptor)
 
-    def departed(self, route: bytes, update: Update) -> None:
-        """This update is on its way to a worker: have the transports act that act for each worker."""
+    def update_sent(self, route: bytes, update: Update) -> None:
+        """This update was sent to a worker: call the transports that must act for each worker."""
         peer = self.machine.membership.routes.get(route)
         if peer is None:
             return
-        if self.observer.lives:
+        if self.observer.traces:
             self.observer.sent(peer.worker, update)
         for part in update.parts:
-            if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
-                whom = peer.worker, peer.nonce
-                transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
+            if part.descriptor is not None and (transport := self.serving_transports.get(part.descriptor)) is not None:
+                worker = peer.worker, peer.nonce
+                transport.serve(part.descriptor, *worker, partial(self._undeliverable, *worker, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         with self.guard():
             if not self.closed:
-                self.caught_up()
+                self.end_fast_path()
                 self.machine.undeliverable(worker, nonce, descriptor, error)
-                self.settle()
+                self.act_on_changes()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
-    def encode(self) -> None:
-        """Encode the next pieces that the machine has ``to_encode``, unless some are under way."""
+    def encode_wanted(self) -> None:
+        """Encode the next pieces that the machine has ``to_encode``, unless the thread is encoding some already."""
         if self._is_encoding or self.closed:
             return
         wanted = self.machine.to_encode
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
-            if encoding.users:  # else nobody is getting it any more
+            if encoding.users:  # else no worker needs it any more
                 encoding.join()
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
-            future = self.thread.submit(partial(self._encode, chosen))
-            future.add_done_callback(partial(self._encoded, chosen))
+            future = self.thread.submit(partial(self._encode_pieces, chosen))
+            future.add_done_callback(partial(self._on_pieces_encoded, chosen))
 
-    def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
+    def _encode_pieces(self, chosen: list[tuple[Encoding, int]]) -> None:
         for encoding, index in chosen:
             try:
                 encoding.encode(index)
@@ -385,98 +391,98 @@ class Publishing(Link):
                 encoding.leave_as_it_is(index)
             self.call_from_thread(self.packed)
 
-    def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
+    def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
             encoding.leave()
         with self.guard():
             future.result()
-            self.encode()
+            self.encode_wanted()
 
-    # -- the fast way --------------------------------------------------------------------------------------------------
+    # -- the fast path -------------------------------------------------------------------------------------------------
 
-    def publish_steadily(
+    def publish_on_fast_path(
         self, sources: Mapping[str, Source], schemes: Mapping[str, Member], timeout: float
     ) -> int | None:
-        """Publish weights for all workers, without metadata; :meth:`complete` is to follow. Returns the version; None:
-        this takes the general way, and nothing was done. Raises as :meth:`check`."""
-        self.check()
-        if not self.machine.settings.fast or timeout < LEAST_TIMEOUT or len(sources) > 1:
+        """Publish weights for all workers, without metadata, if the fast path can; :meth:`complete_on_fast_path` must
+        follow. Returns the version; None: nothing was done, take the general path. Raises as :meth:`check_usable`."""
+        self.check_usable()
+        if not self.machine.settings.fast or timeout < FAST_PATH_LEAST_TIMEOUT or len(sources) > 1:
             return None
         [(model_id, flat)] = sources.items()
         if not isinstance(flat, FlatWeights) or flat.values or flat.ready is not None:
             return None
-        # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
-        if self.waiters or self.order.waiting or self.order.locked() or self.timer is None:
+        # A coroutine waits for a state of the machine, or publishes; or there is no timer, which ends the fast path.
+        if self.waiters or self.publish_lock.waiting or self.publish_lock.locked() or self.timer is None:
             return None
-        if self.observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+        if self.observer.has_listeners or self.origin is not None:  # the fast path emits no events, and sends no origin
             return None
-        if self.steady is None and not self._begin_steady(model_id, schemes[model_id].carrier()):
+        if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier()):
             return None
-        steady, begun = self.steady, self.loop.time()
-        if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
+        fast, begun = self.fast_path, self.loop.time()
+        if fast is None or fast.model_id != model_id or fast.waiting or not fast.publish(flat, begun):
             return None
-        self.is_busy = self.loop.time() - begun > BUSY_SECONDS
+        self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         return self.machine.targets.version
 
-    def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
+    def _begin_fast_path(self, model_id: str, transport: Carrier) -> bool:
         pool, machine = transport.pool or self.pool, self.machine
-        rides = type(transport).offer is Carrier.offer  # the bytes, with the announcement
+        streams = type(transport).offer is Carrier.offer  # then the bytes travel with the announcement
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common
-        if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
-            return False  # a message with a key is checked before it counts, the general way
-        if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
+        if target is None or (target.slab.descriptor is None) is not streams or self.admission is not None:
+            return False  # with keys, only the general path checks each message
+        if target.slab not in pool or target.slab.mapped or not (streams or transport.is_at_hand):
             return False
         layout = target.slab.layout
-        if layout.nbytes > (machine.settings.eager_bytes if rides else LARGEST_STEADY):
+        if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):
             return False
         if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
             return False
-        if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
+        if target.slab.references > 1:  # a worker that is lost or has left may still be reading it
             return False
         peers = machine.steady(model_id)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
         if len(peers) < (self.min_workers if machine.num_workers is None else machine.num_workers):
-            return False  # sending has to report who is missing
+            return False  # the general path reports which workers are missing
         if any(peer.owes_answer or peer.slow for peer in peers):
             return False
-        known = self._known.get(model_id)
-        if known is None or known.layout is not layout:  # that layout was only tried
-            known = self._known[model_id] = SourceCache(layout)
+        known = self._source_caches.get(model_id)
+        if known is None or known.layout is not layout:  # the latest layout was not accepted
+            known = self._source_caches[model_id] = SourceCache(layout)
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)
             try:
-                slab.descriptor = None if rides else transport.describe(slab)
+                slab.descriptor = None if streams else transport.describe(slab)
             except BaseException:
                 slab.release()
                 raise
             return slab
 
         try:
-            self.steady = SteadyTrainer(machine, model_id, known, target.slab, acquire, peers, self.send_now)
+            self.fast_path = TrainerFastPath(machine, model_id, known, target.slab, acquire, peers, self.send_now)
         except (MemoryError, RuntimeError):  # torch raises the latter
-            return False  # the general way reports it, if it cannot do without
+            return False  # the general path reports it, if it needs the memory, too
         return True
 
-    async def complete(self, version: int) -> bool:
-        """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
-        ended, and who still has to get it does so the general way."""
-        steady = self.steady
-        if steady is not None and self.machine.targets.version == version:
-            waiter = steady.waiter = self.loop.create_future()
-            if self.is_busy:
-                self.pause()
-            if steady.announce():
+    async def complete_on_fast_path(self, version: int) -> bool:
+        """Announce the version that :meth:`publish_on_fast_path` returned, and wait for the answers. True: all workers
+        have applied it. False: the fast path has ended, and the machine takes care of the workers that have not."""
+        fast = self.fast_path
+        if fast is not None and self.machine.targets.version == version:
+            waiter = fast.waiter = self.loop.create_future()
+            if self.used_time_slice:
+                self.renew_time_slice()
+            if fast.announce():
                 await waiter
-                return not steady.waiting
-        self.caught_up()
-        self.settle()  # tells those who have not been told
+                return not fast.waiting
+        self.end_fast_path()
+        self.act_on_changes()  # announces the version to the workers to which it was not sent yet
         return False
 
-    def pause(self) -> None:
-        """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""
-        self.is_busy = False
+    def renew_time_slice(self) -> None:
+        """Sleep briefly. Call this before workers are woken, if :attr:`used_time_slice`."""
+        self.used_time_slice = False
         time.sleep(1e-6)

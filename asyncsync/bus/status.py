@@ -1,8 +1,8 @@
-"""Status: what each end of a bus tells of itself: to its user, to ``asyncsync top``, to Prometheus, to trace hooks.
+"""Status: what each end of a bus reports to its user, to ``asyncsync top``, to Prometheus and to trace hooks.
 
-An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
-then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
-observers say which messages are which events in the life of a version, and tell them to the hooks.
+Any client that may connect may send an INQUIRY. A :class:`Reporter` limits the size of a report, makes new ones only
+now and then, and sends a limited number in a second. So inquiries take at most a few percent of the sender's loop. The
+observers turn the messages of a bus into events in the trace of a version, and emit these to the hooks.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-ANSWERS = 20  # in a second, at most
-FRESH_SECONDS = 0.05  # so long a report is sent again as it is
-SHARE = 20  # and so many times as long as it took to make
+ANSWERS_PER_SECOND = 20
+FRESH_SECONDS = 0.05  # for this long a report is sent again, unchanged
+COST_FACTOR = 20  # or for this many times as long as it took to make, if that is longer
 MAX_REASONS = 64
-KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
-# Of the values that one message may have, so many are for the workers.
-ROOM = 16_000
+MAX_TRACES = 64  # at once; there must be a limit, because a stopped worker never answers, so traces would not end
+WORKER_VALUES = 16_000  # how many of the values that one message may have are for the workers
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
+ROLES = ("relay", "worker", "guest")  # in the order of a report
 STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
-OVERTAKEN = "a newer version has come"
+SUPERSEDED = "a newer version has come"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What this side knows of one worker.
+    """What this side knows about one worker.
 
     Attributes:
         version: the version that the worker has applied (of several models, the oldest); 0: none yet.
@@ -58,9 +58,9 @@ class WorkerStatus:
         bytes_sent: payload bytes sent to the worker (on a receiver: received).
         reason: why the worker is lost; empty otherwise.
         role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
-        staged: the newest version that the worker has ready, or holds until its commit, and has not applied; 0: none.
-        taken: the version that the worker's own code had taken when it was last heard of; 0: none.
-        failure: why the worker could not take or apply a version; empty when it could, or has applied a newer one.
+        staged: the newest version that the worker has staged and not applied, also if it waits for a commit; 0: none.
+        taken: the version that the worker's own code had taken at its last message; 0: none.
+        failure: why the worker could not take or apply a version; empty if it could, or has applied a newer one since.
         relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
             counts from the relay's last message, as long as the worker answers the relay.
     """
@@ -80,7 +80,7 @@ class WorkerStatus:
 
 
 class BusStatus(dict[int, WorkerStatus]):
-    """The workers, by their index.
+    """The status of each worker, by its index.
 
     Attributes:
         refused: with keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
@@ -95,7 +95,7 @@ class BusStatus(dict[int, WorkerStatus]):
 
 
 def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
-    """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
+    """What the trainer knows about a worker and these models; ``now`` is a time of the loop's clock."""
     peer = machine.membership.find(worker)
     targets = {m: t.version for m in models if (t := machine.targets.newest(worker, m)) is not None}
     if peer is None:
@@ -109,13 +109,15 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     lag = max((targets[m] - applied[m] for m in behind), default=0)
     seen, state = now - peer.last_seen, peer.state
     relay = None if peer.relay is None else machine.peers.get(peer.relay)
-    if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
+    if relay is not None and state == "live":  # what is known of it is as old as the relay's last message
         seen, state = now - relay.last_seen, relay.state
     problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
-    ready = max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0)
-    waiting = ready, max([peer.taken.get(m, 0) for m in models], default=0), "".join(problems[-1:])
-    reason, role = peer.lost or "", peer.hello.role
-    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay, *waiting)
+    return WorkerStatus(
+        version, target, lag, seen, state, peer.bytes_sent, peer.lost or "", peer.hello.role, peer.relay,
+        staged=max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0),
+        taken=max([peer.taken.get(m, 0) for m in models], default=0),
+        failure="".join(problems[-1:]),
+    )  # fmt: skip
 
 
 # -- over the network -------------------------------------------------------------------------------------------------
@@ -123,13 +125,13 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
 
 @dataclass(eq=False)
 class Reporter:
-    """Makes the reports of one sender. ``clock`` is its loop's; ``refused`` and ``dropped`` return counts by reason."""
+    """Makes the reports of one sender. ``clock`` is the loop's; ``refused`` and ``dropped`` count, by reason."""
 
     _machine: Trainer
     _clock: Callable[[], float]
     _refused: Callable[[], Mapping[str, int]]
     _dropped: Mapping[str, int]
-    _tokens: float = ANSWERS
+    _tokens: float = ANSWERS_PER_SECOND
     _last: Report | None = None
     _fresh_until: float = 0.0
 
@@ -137,9 +139,9 @@ class Reporter:
         self._began = self._refilled = self._clock()
 
     def answer(self, token: int) -> Report | None:
-        """For an INQUIRY; None: too many have asked."""
+        """The answer to an INQUIRY; None: there were too many in the last second."""
         now = self._clock()
-        self._tokens = min(float(ANSWERS), self._tokens + (now - self._refilled) * ANSWERS)
+        self._tokens = min(float(ANSWERS_PER_SECOND), self._tokens + (now - self._refilled) * ANSWERS_PER_SECOND)
         self._refilled = now
         if self._tokens < 1.0:
             return None
@@ -147,11 +149,11 @@ class Reporter:
         if self._last is None or now >= self._fresh_until:
             self._last = self.report()
             done = self._clock()
-            self._fresh_until = done + max(FRESH_SECONDS, SHARE * (done - now))
+            self._fresh_until = done + max(FRESH_SECONDS, COST_FACTOR * (done - now))
         return replace(self._last, token=token)
 
     def report(self) -> Report:
-        """As things are now; the machine has caught up with the fast path."""
+        """A new report. Call this only after the fast path has ended."""
         machine, now = self._machine, self._clock()
         peers, targets = {**machine.relayed.workers, **machine.peers}, machine.targets
         names = sorted(targets.models)[: messages.MAX_REPORTED_MODELS]
@@ -162,59 +164,59 @@ class Reporter:
             else:
                 slab = current.slab
                 models.append(messages.ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
-        # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
-        present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
-        expected = dict.fromkeys(machine.membership.expected(), 1)
-        expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
+        # Relays come first, because there are few, and many workers depend on them. Guests that have left are omitted.
+        roles: dict[int, str] = dict.fromkeys(machine.membership.expected(), "worker")
+        roles |= {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
+        by_role = Counter(roles.values())
         counts = Counter(live=0, slow=0, lost=0)
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
-        counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
-        counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
-        room = min(messages.MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
+        counts["lost"] += by_role["worker"] - counts.total()
+        counts["relays"], counts["guests"] = by_role["relay"], by_role["guest"]
+        room = min(messages.MAX_REPORTED, WORKER_VALUES // (WORKER_FIELDS + len(names)))
+        workers = sorted(roles, key=lambda worker: (ROLES.index(roles[worker]), worker))[:room]
         return Report(
-            0,
-            machine.epoch,
-            socket.gethostname()[:255],
-            os.getpid(),
-            int(1000 * (now - self._began)),
-            machine.published,
-            machine.num_workers,
-            sum(peer.bytes_sent for peer in peers.values()),
-            len(targets.models),
-            dict(counts),
-            _counted(Counter(machine.membership.refused) + Counter(self._refused())),
-            _counted(self._dropped),
-            tuple(models),
-            tuple(
-                self._worker(worker, names, now) for worker in sorted(expected, key=lambda w: (expected[w], w))[:room]
-            ),
+            token=0,
+            epoch=machine.epoch,
+            host=socket.gethostname()[:255],
+            pid=os.getpid(),
+            uptime=int(1000 * (now - self._began)),
+            version=machine.published,
+            num_workers=machine.num_workers,
+            bytes_sent=sum(peer.bytes_sent for peer in peers.values()),
+            num_models=len(targets.models),
+            counts=dict(counts),
+            refused=_limited(Counter(machine.membership.refused) + Counter(self._refused())),
+            dropped=_limited(self._dropped),
+            models=tuple(models),
+            workers=tuple(self._worker(worker, names, now) for worker in workers),
         )
 
     def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
         peer = self._machine.membership.find(worker)
         status = worker_status(self._machine, worker, names, now)
         seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
-        reason, pid, local = status.reason, 0, False
+        pid, local = 0, False
         versions: tuple[int | None, ...] = ()
         if peer is not None:
             pid, local = peer.hello.pid, bool(peer.local)
             versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
-            reason = reason or status.failure
-        figures = status.version, status.target, status.lag, seen, status.bytes_sent
-        where, waiting = (pid, local, versions, status.role, status.relay), (status.staged, status.taken)
-        return WorkerReport(worker, status.state, *figures, _brief(reason), *where, *waiting)
+        return WorkerReport(
+            worker, status.state, status.version, status.target, status.lag, seen, status.bytes_sent,
+            _first_line(status.reason or status.failure), pid, local, versions, status.role, status.relay,
+            staged_version=status.staged, taken_version=status.taken,
+        )  # fmt: skip
 
 
-def _brief(reason: str) -> str:
-    """The first line, cut to the limit, without what a terminal would act upon."""
+def _first_line(reason: str) -> str:
+    """The first line, cut to the limit, without characters that control a terminal."""
     first = reason.strip().partition("\n")[0]
     return "".join(character for character in first if character.isprintable())[: messages.MAX_REASON]
 
 
-def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
+def _limited(reasons: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        short = _brief(reason)
+        short = _first_line(reason)
         if short in found or len(found) < MAX_REASONS:
             found[short] = found.get(short, 0) + count
     return found
@@ -223,13 +225,13 @@ def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
 # -- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def trainer_figures(report: Report, published: int) -> list[Metric]:
-    """``published``: how many versions there have been."""
+def trainer_metrics(report: Report, published: int) -> list[Metric]:
+    """``published``: the number of versions, with those before a checkpoint."""
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
 
-    def each(figure: Callable[[WorkerReport], float]) -> dict[tuple[str, ...], float]:
-        return {key: figure(worker) for key, worker in workers.items()}
+    def each(value: Callable[[WorkerReport], float]) -> dict[tuple[str, ...], float]:
+        return {key: value(worker) for key, worker in workers.items()}
 
     applied = {
         (*key, name): float(version)
@@ -240,124 +242,124 @@ def trainer_figures(report: Report, published: int) -> list[Metric]:
     seen = {key: worker.last_seen / 1000 for key, worker in workers.items() if worker.last_seen is not None}
     states = {(*key, state): float(w.state == state) for key, w in workers.items() for state in STATES}
     sizes = {(model.model_id,): float(model.nbytes) for model in report.models}
-    who = ("role", "worker")
+    labels = ("role", "worker")
     return [
         _gauge("version", "The newest version published.", {(): report.version}),
         _counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
         _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
-        _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
-        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
-        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
-        _gauge("worker_staged_version", "What it has ready, not applied.", each(lambda w: w.staged_version), who),
-        _gauge("worker_taken_version", "What its own code has taken.", each(lambda w: w.taken_version), who),
-        _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
-        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
-        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
-        _counter("refusals", "Connections and messages that were refused.", _by(report.refused), ("reason",)),
+        _gauge("workers", "Workers, by state; relays and guests.", _by_label(report.counts), ("state",)),
+        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*labels, "model")),
+        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), labels),
+        _gauge("worker_staged_version", "Staged, and not applied.", each(lambda w: w.staged_version), labels),
+        _gauge("worker_taken_version", "Taken by the worker's own code.", each(lambda w: w.taken_version), labels),
+        _gauge("worker_state", "1 for the worker's current state.", states, (*labels, "state")),
+        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, labels),
+        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), labels),
+        _counter("refusals", "Connections and messages that were refused.", _by_label(report.refused), ("reason",)),
     ]
 
 
-def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
-    """``status`` is of one worker; ``applied`` has the version of each model."""
+def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
+    """``status`` is that of one worker; ``applied`` has the version that each model shows."""
     [(worker, one)] = status.items()
-    who, key = ("worker",), (str(worker),)
+    labels, key = ("worker",), (str(worker),)
     versions = {(*key, name): float(version) for name, version in applied.items()}
     states = {(*key, state): float(one.state == state) for state in STATES}
     return [
-        _gauge("receiver_version", "The version that a model shows.", versions, (*who, "model")),
-        _gauge("receiver_target_version", "The version that it should have.", {key: one.target}, who),
-        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, who),
-        _gauge("receiver_staged_version", "What it has ready, not applied.", {key: one.staged}, who),
-        _gauge("receiver_taken_version", "What its own code has taken.", {key: one.taken}, who),
-        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
-        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, who),
-        _counter("refusals", "Refused connection attempts.", _by(status.refused), ("reason",)),
+        _gauge("receiver_version", "The version that a model shows.", versions, (*labels, "model")),
+        _gauge("receiver_target_version", "The version that the worker should have.", {key: one.target}, labels),
+        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, labels),
+        _gauge("receiver_staged_version", "Staged, and not applied.", {key: one.staged}, labels),
+        _gauge("receiver_taken_version", "Taken by the worker's own code.", {key: one.taken}, labels),
+        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*labels, "state")),
+        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, labels),
+        _counter("refusals", "Refused connection attempts.", _by_label(status.refused), ("reason",)),
     ]
 
 
-def link_figures(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
+def link_metrics(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
     return [
-        _counter("dropped_messages", "Messages that were dropped.", _by(dropped), ("reason",)),
+        _counter("dropped_messages", "Messages that were dropped.", _by_label(dropped), ("reason",)),
         _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),
     ]
 
 
-def _by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+def _by_label(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
 
 
-def _family(kind: str, name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+def _metric(kind: str, name: str, text: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
     from prometheus_client import core
 
-    family = getattr(core, kind)(f"asyncsync_{name}", told, labels=labels)
+    family = getattr(core, kind)(f"asyncsync_{name}", text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
     result: Metric = family
     return result
 
 
-_gauge, _counter = partial(_family, "GaugeMetricFamily"), partial(_family, "CounterMetricFamily")
+_gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "CounterMetricFamily")
 
 
 # -- for trace hooks --------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Life:
-    """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
-    has the workers that were told of it and have not applied it, with the serial of what told them; ``awaited`` is a
-    worker that was found to be without it."""
+class Trace:
+    """One publication of a trainer, or one update of a worker. ``info`` is part of each event. ``unanswered`` has the
+    workers to which it was announced and which have not applied it, each with the announcement's serial;
+    ``lagging_worker`` is a worker that lacked it at the last check."""
 
     info: dict[str, Any]
     began: int = field(default_factory=time.time_ns)
     was_announced: bool = False
     is_staged: bool = False
     unanswered: dict[int, int] = field(default_factory=dict)
-    awaited: int | None = None
+    lagging_worker: int | None = None
 
 
 class Observer(ABC):
-    """Tells the hooks and the debug log. ``lives`` has what is not over, by version (trainer) or serial (worker)."""
+    """Emits events to hooks and log. ``traces`` has the unfinished ones, by version (trainer) or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self.lives: dict[int, Life] = {}
+        self.traces: dict[int, Trace] = {}
         self._hooks = list(hooks)
 
     @property
-    def follows(self) -> bool:
-        """Whether anything wants each step: the fast path, which tells none, is off then."""
+    def has_listeners(self) -> bool:
+        """Whether a hook or the debug log gets each event. Then the fast path, which emits none, is off."""
         return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
 
-    def tell(self, event: str, life: Life | None, at: int | None = None, **more: Any) -> None:
+    def emit(self, event: str, trace: Trace | None, at: int | None = None, **more: Any) -> None:
         hooks = [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks
-        if life is None or not hooks:
+        if trace is None or not hooks:
             return
         at = at or time.time_ns()
-        info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
+        info = {**trace.info, **more, "time": at, "seconds": (at - trace.began) / 1e9}
         for hook in hooks:
             try:
                 hook(event, info)
-            except Exception:  # what watches an update must not end it
+            except Exception:  # a hook that fails must not make the update fail
                 self._hooks = [other for other in self._hooks if other is not hook]
                 logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
 
-    def follow(self, key: int, life: Life) -> None:
-        self.lives[key] = life
-        while len(self.lives) > KEPT:
-            self.end(next(iter(self.lives)), f"it is not over, and {KEPT} newer ones have come")
+    def add(self, key: int, trace: Trace) -> None:
+        self.traces[key] = trace
+        while len(self.traces) > MAX_TRACES:
+            self.end(next(iter(self.traces)), f"it is not over, and {MAX_TRACES} newer ones have come")
 
     @abstractmethod
     def end(self, key: int, failure: str = "") -> None:
-        """Tell that a life is over; ``failure``: why it was not applied."""
+        """End a trace, if there is one with this key; ``failure``: why the version was not applied."""
 
     def close(self) -> None:
-        for key in list(self.lives):
+        for key in list(self.traces):
             self.end(key, "the bus was shut down")
 
 
 class TrainerObserver(Observer):
-    """Follows the versions of one trainer. ``awaited`` returns a worker that may still come to hold a version of these
-    models; it asks the given one first. ``durations`` has how long each version took; None: there are no metrics."""
+    """Traces the versions of one trainer. ``awaited`` returns a worker that has not applied a version of these models
+    and still may; it looks at the given worker first. ``durations``: how long updates took; None without metrics."""
 
     durations: Histogram | None = None
 
@@ -366,135 +368,131 @@ class TrainerObserver(Observer):
         self._awaited = awaited
         self._count = 0
 
-    def begin(self, models: Iterable[str]) -> Life | None:
-        """A publication begins; None: there are no hooks and no metrics."""
-        if not self.follows and self.durations is None:
+    def begin(self, models: Iterable[str]) -> Trace | None:
+        """A publication begins; returns its trace, or None if there are no listeners and no metrics."""
+        if not self.has_listeners and self.durations is None:
             return None
         self._count += 1
-        life = Life({"id": self._count, "models": sorted(models)})
-        self.tell("publish.begin", life)
-        return life
+        trace = Trace({"id": self._count, "models": sorted(models)})
+        self.emit("publish.begin", trace)
+        return trace
 
-    def published(self, life: Life | None, version: int, epoch: Epoch) -> None:
-        if life is not None:
-            life.info |= {"version": version, "epoch": epoch_text(epoch)}
-            self.follow(version, life)
-            self.tell("publish.published", life)
+    def published(self, trace: Trace | None, version: int, epoch: Epoch) -> None:
+        if trace is not None:
+            trace.info |= {"version": version, "epoch": epoch_text(epoch)}
+            self.add(version, trace)
+            self.emit("publish.published", trace)
 
-    def abandoned(self, life: Life | None, error: BaseException) -> None:
-        if life is not None and "version" in life.info:
-            self.end(life.info["version"], repr(error))
+    def abandoned(self, trace: Trace | None, error: BaseException) -> None:
+        if trace is not None and "version" in trace.info:
+            self.end(trace.info["version"], repr(error))
         else:
-            self.tell("publish.end", life, error=repr(error))
+            self.emit("publish.end", trace, error=repr(error))
 
     def sent(self, worker: int, update: Update) -> None:
-        if (life := self.lives.get(update.parts[0].version)) is None:
+        if (trace := self.traces.get(update.parts[0].version)) is None:
             return
         is_commit = update.phase == messages.COMMIT
-        if worker in life.unanswered and not is_commit:
-            self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
-        life.was_announced = True
-        life.unanswered[worker] = update.serial
-        self.tell("deliver.committed" if is_commit else "deliver.begin", life, worker=worker)
+        if worker in trace.unanswered and not is_commit:
+            self.emit("deliver.end", trace, worker=worker, error="the worker was lost, and gets it again")
+        trace.was_announced = True
+        trace.unanswered[worker] = update.serial
+        self.emit("deliver.committed" if is_commit else "deliver.begin", trace, worker=worker)
 
-    def heard(self, worker: int, instruction: Instruction) -> None:
-        """A worker has said something, which has been taken in."""
+    def received(self, worker: int, instruction: Instruction) -> None:
+        """The machine has taken in a worker's message."""
         if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
             failure = (
                 f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, messages.Failed) else ""
             )
             versions = set(instruction.versions.values())
             if isinstance(instruction, messages.Applied) and instruction.serial:
-                versions = {v for v, life in self.lives.items() if life.unanswered.get(worker) == instruction.serial}
+                versions = {v for v, trace in self.traces.items() if trace.unanswered.get(worker) == instruction.serial}
             for version in versions:
                 self._applied(worker, version, failure)
         elif isinstance(instruction, messages.Fetch | messages.Staged):
-            for life in self.lives.values():
-                if life.unanswered.get(worker) == instruction.serial:
-                    self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
+            for trace in self.traces.values():
+                if trace.unanswered.get(worker) == instruction.serial:
+                    self.emit(f"deliver.{STEPS[type(instruction)]}", trace, worker=worker)
 
     def _applied(self, worker: int, version: int, failure: str = "") -> None:
-        for earlier, life in self.lives.items():
-            if earlier <= version and life.unanswered.pop(worker, None) is not None:
-                self.tell("deliver.end", life, worker=worker, error=failure if earlier == version else OVERTAKEN)
+        for earlier, trace in self.traces.items():
+            if earlier <= version and trace.unanswered.pop(worker, None) is not None:
+                self.emit("deliver.end", trace, worker=worker, error=failure if earlier == version else SUPERSEDED)
 
-    def check(self, *, everybody: bool = False) -> None:
-        """Something has changed: see which versions are over. ``everybody``: look at each of them, also at those that
-        were announced to a worker which has not answered, as it may be lost."""
+    def check(self, *, recheck_all: bool = False) -> None:
+        """The machine has changed: end the traces of versions for which no worker is awaited. ``recheck_all``: also
+        look at versions that a worker has not answered, because it may be lost."""
         behind: set[tuple[int | str | None, ...]] = set()
-        for version, life in list(self.lives.items()):
-            models = life.info["models"]
-            # A worker that is without a version is without the later ones of these models, too.
-            if not everybody and (life.unanswered or (life.awaited, *models) in behind):
+        for version, trace in list(self.traces.items()):
+            models = trace.info["models"]
+            # A worker that lacks a version also lacks the later versions of these models.
+            if not recheck_all and (trace.unanswered or (trace.lagging_worker, *models) in behind):
                 continue
-            life.awaited = self._awaited(version, models, life.awaited)
-            if life.awaited is None:
+            trace.lagging_worker = self._awaited(version, models, trace.lagging_worker)
+            if trace.lagging_worker is None:
                 self.end(version)
             else:
-                behind.add((life.awaited, *models))
+                behind.add((trace.lagging_worker, *models))
 
     def end(self, key: int, failure: str = "") -> None:
-        # It may be over before it is packed, if no worker waits for it or the trainer was shut down.
-        if (life := self.lives.pop(key, None)) is None:
+        # It may have ended before it was packed, if no worker waited for it or the trainer was shut down.
+        if (trace := self.traces.pop(key, None)) is None:
             return
-        for worker in life.unanswered:
-            self.tell("deliver.end", life, worker=worker, error=f"{OVERTAKEN}, or the worker is lost")
-        self.tell("publish.end", life, error=failure)
-        if self.durations is not None and life.was_announced and not (life.unanswered or failure):
-            self.durations.observe((time.time_ns() - life.began) / 1e9)
+        for worker in trace.unanswered:
+            self.emit("deliver.end", trace, worker=worker, error=f"{SUPERSEDED}, or the worker is lost")
+        self.emit("publish.end", trace, error=failure)
+        if self.durations is not None and trace.was_announced and not (trace.unanswered or failure):
+            self.durations.observe((time.time_ns() - trace.began) / 1e9)
 
 
 class WorkerObserver(Observer):
-    """Follows the updates of one worker."""
+    """Traces the updates of one worker."""
 
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
         super().__init__(hooks)
         self._worker = worker
-        self._heard = 0  # when the trainer last said something: for large weights, when their last bytes came
+        self._last_received = 0  # the time of the trainer's last message: for large weights, of their last bytes
 
-    def heard(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
-        """The trainer has said something. ``payload``: of what it has said to all workers."""
-        self._heard = time.time_ns()
+    def received(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
+        """A message has come from the trainer. ``payload``: only of a broadcast; that of a CAST is the announcement."""
+        self._last_received = time.time_ns()
         if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
         if isinstance(instruction, Update | Again):
-            version = _version_of(instruction)
+            version = instruction.version if isinstance(instruction, Again) else instruction.parts[0].version
             if isinstance(instruction, Update) and instruction.phase == messages.COMMIT:
                 self._committed(version, instruction.serial)
                 return
             info = {"id": instruction.serial, "version": version, "epoch": epoch_text(instruction.epoch)}
-            life = Life(info | {"worker": self._worker}, self._heard)
-            self.follow(instruction.serial, life)
-            self.tell("update.begin", life, self._heard)
+            trace = Trace(info | {"worker": self._worker}, self._last_received)
+            self.add(instruction.serial, trace)
+            self.emit("update.begin", trace, self._last_received)
 
     def _committed(self, version: int, serial: int) -> None:
-        for before, life in list(self.lives.items()):
-            if life.info["version"] == version:
-                del self.lives[before]
-                self.follow(serial, life)
-                self.tell("update.committed", life, self._heard)
+        for before, trace in list(self.traces.items()):
+            if trace.info["version"] == version:
+                del self.traces[before]
+                self.add(serial, trace)
+                self.emit("update.committed", trace, self._last_received)
 
-    def look(self, staged: Iterable[Staging]) -> None:
-        """These updates are complete, and wait for the gate."""
+    def note_staged(self, staged: Iterable[Staging]) -> None:
+        """These updates are complete, and wait for the gate or for their commit."""
         for staging in staged:
-            if (life := self.lives.get(staging.serial)) is not None and not life.is_staged:
-                life.is_staged = True
-                self.tell("update.fetched", life, self._heard)
-                self.tell("update.staged", life)
+            if (trace := self.traces.get(staging.serial)) is not None and not trace.is_staged:
+                trace.is_staged = True
+                self.emit("update.fetched", trace, self._last_received)
+                self.emit("update.staged", trace)
 
     def taken(self, staging: Staging) -> None:
-        self.tell("update.taken", self.lives.get(staging.serial))
+        self.emit("update.taken", self.traces.get(staging.serial))
 
     def finished(self, staging: Staging, error: BaseException | None) -> None:
-        """The gate, or the user's code, has applied or refused this one."""
-        for serial in [serial for serial in self.lives if serial < staging.serial]:
-            self.end(serial, OVERTAKEN)
+        """The gate or the user's code has applied this update, or has failed to."""
+        for serial in [serial for serial in self.traces if serial < staging.serial]:
+            self.end(serial, SUPERSEDED)
         self.end(staging.serial, "" if error is None else repr(error))
 
     def end(self, key: int, failure: str = "") -> None:
-        if (life := self.lives.pop(key, None)) is not None:
-            self.tell("update.end", life, error=failure)
-
-
-def _version_of(update: Update | Again) -> int:
-    return update.version if isinstance(update, Again) else update.parts[0].version
+        if (trace := self.traces.pop(key, None)) is not None:
+            self.emit("update.end", trace, error=failure)

@@ -1,4 +1,4 @@
-"""The trainer's end of a bus: a Trainer on the running loop, behind one ROUTER socket."""
+"""The trainer's end of a bus: a ``Trainer`` state machine on the running event loop, and one ROUTER socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncsync.arguments import check_count
 from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.status import BusStatus, Reporter, trainer_figures, worker_status
+from asyncsync.bus.status import BusStatus, Reporter, trainer_metrics, worker_status
 from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-# An event loop that has been blocked for so long while weights were to be fetched delivers them too late.
+# Warn if the event loop was blocked for longer than this while workers were fetching weights.
 BLOCKED_SECONDS = 1.0
-KEYED_DESCRIPTORS = 3  # who asks whether somebody is let in, and who tells of those that were not
+KEYED_DESCRIPTORS = 3  # for the socket that checks clients' keys, and the monitor that reports refused connections
 
 
 class TrainerLink(Publishing):
-    """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
-    descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``;
-    with ``keys``, only those whose keys are listed. ``broadcast`` is what workers can subscribe to; None: nothing.
+    """Binds the endpoint, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are
+    too few file descriptors. With ``keyed``, only introduced workers may connect, and the endpoint's port may be ``*``;
+    with ``keys``, only listed clients. ``broadcast`` is the socket to which workers can subscribe; None: there is none.
     """
 
-    introductions: Introductions  # if it is keyed
+    introductions: Introductions  # only with keyed=True
     broadcast: Broadcast | None = None
 
     def __init__(
@@ -65,31 +65,31 @@ class TrainerLink(Publishing):
         keys: KeyFiles | None = None,
         monitoring: Monitoring = UNMONITORED,
     ) -> None:
-        # Its connection; on this host, its side channel, and its process's end; else what it has subscribed to.
+        # Per worker: its connection; on this host its side channel and its process watch; with fan-out a subscription.
         is_local = endpoint.startswith("ipc://")
-        self._per_worker = 3 if is_local else 2 if settings.fanout else 1
-        of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
-        descriptors = self._per_worker * (num_workers or 1) + of_all
+        self._descriptors_per_worker = 3 if is_local else 2 if settings.fanout else 1
+        shared = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
+        descriptors = self._descriptors_per_worker * (num_workers or 1) + shared
         machine = Trainer((time.time_ns(), secrets.randbits(62)), this_process(), num_workers, settings)
         super().__init__(descriptors, machine, min_workers, hooks_of(monitoring.tracing))
         self.reporter = Reporter(machine, self.loop.time, lambda: self.refused, self.dropped)
-        self._has_warned = False  # of an event loop that was blocked
-        self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
+        self._warned_of_blocking = False
+        self._loaded_version = self._issued_before_load = 0  # the last checkpoint's version, and `issued` before it
         self._watches: dict[bytes, ProcessWatch] = {}
-        self._subscribed_at = endpoint if settings.fanout and not is_local else None
-        self._removed = 0  # keys, when the broadcast was opened
+        self._broadcast_endpoint = endpoint if settings.fanout and not is_local else None
+        self._keys_removed = 0  # how many keys had been removed when the broadcast socket was opened
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
                 self.metrics = Metrics(monitoring.address, has_durations=True)
                 self.observer.durations = self.metrics.durations
                 undo.callback(self.metrics.close)
-            self._lock = EndpointLock(endpoint) if is_local else None
-            if self._lock is not None:
-                undo.callback(self._lock.release)
+            self._endpoint_lock = EndpointLock(endpoint) if is_local else None
+            if self._endpoint_lock is not None:
+                undo.callback(self._endpoint_lock.release)
             self._open(endpoint, keyed, keys, undo)
-            if self._subscribed_at is not None:
-                self._open_broadcast(self._subscribed_at)
+            if self._broadcast_endpoint is not None:
+                self._open_broadcast(self._broadcast_endpoint)
             undo.pop_all()
         self.opened()
 
@@ -117,12 +117,12 @@ class TrainerLink(Publishing):
             self.introductions = Introductions(self._socket.endpoint, self.admission, self.machine.peers)
         elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
-        self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
+        self.side_channels = SideChannels(side_channel_path(endpoint), self._side_channel_receiver, self.crash)
         undo.callback(self.side_channels.close)
         self.verifying = TrainerVerifying(self)
 
     def _open_broadcast(self, endpoint: str) -> None:
-        """Let workers subscribe, beside this address. They can do without."""
+        """Open a socket beside this address to which workers can subscribe. If that fails, there is no fan-out."""
         protect = (lambda socket: None) if self.admission is None else self.admission.guard
         try:
             self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
@@ -131,16 +131,16 @@ class TrainerLink(Publishing):
         self.machine.fanout.use_port(0 if self.broadcast is None else self.broadcast.port)
 
     def report(self) -> Report:
-        self.caught_up()
+        self.end_fast_path()
         return self.reporter.report()
 
     def status(self, models: list[str]) -> BusStatus:
-        machine, now = self.caught_up(), self.loop.time()
+        machine, now = self.end_fast_path(), self.loop.time()
         workers = sorted({*machine.membership.expected(), *machine.peers, *machine.relayed.workers})
         return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
-    def figures(self) -> list[Metric]:
-        return [*trainer_figures(self.report(), self.machine.version), *super().figures()]
+    def collect_metrics(self) -> list[Metric]:
+        return [*trainer_metrics(self.report(), self.machine.version), *super().collect_metrics()]
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -149,19 +149,20 @@ class TrainerLink(Publishing):
 
     @property
     def issued(self) -> int:
-        """The last version that a publication has returned; some worker may still refuse it. 0: none."""
-        counted = self.machine.version
-        return self._before if counted == self._carried else counted
+        """The version that a publication returned last; a worker may still refuse it. 0: none."""
+        version = self.machine.version
+        return self._issued_before_load if version == self._loaded_version else version
 
-    def carry_on(self, version: int) -> None:
-        """Count on from this version, which is not below the trainer's."""
-        self._before, self._carried = self.issued, version
-        self.caught_up().targets.carry_on(version)
+    def continue_from(self, version: int) -> None:
+        """The next publication gets the version after this one, which must not be below the trainer's."""
+        self._issued_before_load, self._loaded_version = self.issued, version
+        self.end_fast_path().targets.carry_on(version)
 
-    # -- the workers, for those who call -------------------------------------------------------------------------------
+    # -- what callers check and wait for -------------------------------------------------------------------------------
 
     def check_workers(self, workers: list[int] | None, quorum: int | None = None) -> None:
-        """Raise ValueError for workers that do not exist, and for a quorum that so many workers cannot be."""
+        """Raise ValueError if a worker does not exist, or if the quorum is below 1 or larger than the number of these
+        workers (None: all)."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
@@ -171,35 +172,35 @@ class TrainerLink(Publishing):
             check_count("quorum", quorum)
             most = count if workers is None else len(workers)
             if most is not None and quorum > most:
-                raise ValueError(f"quorum={quorum}, but only {most} workers are to get this version")
+                raise ValueError(f"quorum={quorum}, but this version is for only {most} workers")
 
-    def check_quorum(
+    def require_workers(
         self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
     ) -> list[int]:
-        """The workers that have some of these models. Raises NotConnected if no worker has one of them; for an elastic
-        trainer, if fewer than ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises
-        ValueError as :meth:`check_workers`."""
+        """The workers that have any of these models, and those of a fixed number that have not connected yet. Raises
+        NotConnected if a model has too few of them: a fixed number needs one; an elastic trainer needs ``min_workers``,
+        or the ``quorum`` if that is more and ``workers`` is None. Raises ValueError as :meth:`check_workers`."""
         self.check_workers(workers, quorum)
-        machine = self.machine  # who is there, and with which models, does not change on the fast path
+        machine = self.machine  # no end_fast_path(), because the fast path changes no worker and no worker's models
         needed, name = self.min_workers, "min_workers"
         if quorum is not None and workers is None and quorum > needed:
             needed, name = quorum, "quorum"
-        there: list[int] = []
+        present: list[int] = []
         for model_id in models:
-            there = machine.membership.eligible([model_id])
-            if machine.num_workers is None and len(there) < needed:
-                text = f"only {len(there)} workers are connected, but {name}={needed} are needed"
-            elif machine.num_workers is not None and not there:
+            present = machine.membership.eligible([model_id])
+            if machine.num_workers is None and len(present) < needed:
+                text = f"only {len(present)} workers are connected, but {name}={needed} are needed"
+            elif machine.num_workers is not None and not present:
                 text = "no worker can apply this"
             else:
                 continue
-            without = [worker for worker in machine.membership.expected() if worker not in there]
-            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in without)
+            missing = [worker for worker in machine.membership.expected() if worker not in present]
+            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in missing)
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which also reaches workers that connect later"
             )
-        return there if len(models) == 1 else machine.membership.eligible(models)
+        return present if len(models) == 1 else machine.membership.eligible(models)
 
     async def wait_applied(
         self,
@@ -210,50 +211,51 @@ class TrainerLink(Publishing):
         begun: float,
         calls: Calls | None = None,
         quorum: int | None = None,
-        there: list[int] | None = None,
+        present: list[int] | None = None,
     ) -> None:
-        """Wait until these workers, or as many of them as the ``quorum`` needs, have applied at least this version, and
-        the ``calls`` of their objects have ended. Raises PartialSendError, which names each worker that has not, and
-        why; NotConnected if nobody is to get it.
+        """Wait until these workers, or as many of them as the ``quorum`` says, have applied this version or a newer
+        one, and their remote ``calls`` have ended. Raises PartialSendError, which says for each other worker why it has
+        not; NotConnected if the version is for no connected worker, or for fewer than the quorum.
 
-        The timeout counts from ``begun``, a time of the loop's clock. ``there``: the workers that were there just
-        before the version was published; where too few of them are left, the error names the missing ones.
+        The timeout counts from ``begun``, a time of the loop's clock. ``present`` is what :meth:`require_workers` has
+        returned just before the version was published: if too few of them are left, the error names the missing ones.
         """
-        machine = self.caught_up()
+        machine = self.end_fast_path()
         progress = machine.progress
         chosen = progress.targeted(version, models) if workers is None else workers
         needs_one = self.min_workers > 0 or machine.num_workers is not None
-        if there and len(chosen) < max(quorum or 0, needs_one):
-            chosen = sorted({*chosen, *there})
+        if present and len(chosen) < max(quorum or 0, needs_one):
+            chosen = sorted({*chosen, *present})
         if not chosen and needs_one:
-            self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
-            raise NotConnected(f"no connected worker is to get version {version} (any more)")
+            self.require_workers(machine.targets.models if models is None else models, workers, quorum)
+            raise NotConnected(f"version {version} is for no connected worker (any more)")
         if quorum is not None and len(chosen) < quorum:
             raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
-        late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
+        outstanding = list(chosen)  # a worker that has applied the version need not be looked at after each answer
         outcome = Outcome()
 
         def done() -> bool:
             nonlocal outcome
             machine.check_open()
             if quorum is None and calls is None:
-                while late and not progress.is_outstanding(late[-1], version, models):
-                    late.pop()
-                if late:
+                while outstanding and not progress.is_outstanding(outstanding[-1], version, models):
+                    outstanding.pop()
+                if outstanding:
                     return False
-            outcome = _outcome(progress, version, chosen, models, calls)
-            late[:] = outcome.waiting  # also one that was lost, and is there again
+            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
+            outstanding[:] = outcome.waiting  # a worker that was lost may have connected again
             return outcome.is_over(quorum)
 
-        if not await self.wait(done, max(0.0, begun + timeout - self.loop.time())):
-            outcome = _outcome(progress, version, chosen, models, calls)
+        if not await self.wait(done, begun + timeout - self.loop.time()):
+            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
-        """Raise PartialSendError if workers lack a version after this time, unless a quorum has it."""
+        """Raise PartialSendError if a worker has failed, or has not answered in time. With a quorum, only if fewer
+        workers than that have reached the ``step``."""
         if quorum is not None and len(outcome.acked) >= quorum:
             return
-        # Where too many have failed for a quorum, the others are not late.
+        # If too many have failed for the quorum, the wait has ended early: the others are not late.
         waiting = outcome.waiting if quorum is None or not outcome.is_over(quorum) else ()
         late = {worker: self.machine.progress.timeout_of(worker, version, timeout, step) for worker in waiting}
         if failed := outcome.failed | late:
@@ -262,20 +264,22 @@ class TrainerLink(Publishing):
     async def wait_for_workers(
         self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
-        """Wait until the expected workers have these models and have applied what there is; until ``deadline``, by the
-        loop's clock, which the caller gave as ``timeout``; or until one of the workers' ``processes`` has ended.
+        """Wait until the expected workers have connected with these models and applied the weights, if any; at most
+        until ``deadline``, a time of the loop's clock, or until one of their ``processes`` ends. ``timeout``, in
+        seconds, is what the user gave, for the error's text.
 
-        Raises PartialSendError if a worker cannot take the weights: then no worker was given any; NotConnected, which
-        names the missing workers and why, if not all were there in time.
+        Raises PartialSendError if a worker refuses the weights (then no worker has been sent any) or fails to apply
+        them; NotConnected, which names the missing workers and why, if not all have connected in time, or if a process
+        has ended.
         """
-        machine = self.caught_up()
+        machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
 
         def is_hopeless(version: int) -> bool:
-            if machine.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+            if machine.num_workers is None:  # a worker that comes later and does not fit fails only its own connect()
                 rejection = machine.targets.rejection
                 return any(rejection(w, version, models) is not None for w in membership.expected())
-            # A lost worker may come back; one that cannot take the weights will not change its mind.
+            # A lost worker may come back; a worker that has refused or failed stays that way.
             failed = progress.of(version, membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
@@ -287,18 +291,18 @@ class TrainerLink(Publishing):
             there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
                 return True
-            if ended := _ended(processes):
+            if ended := _describe_ended(processes):
                 raise self._not_connected(f", because {ended};", models)
             return False
 
-        if not await self.wait(are_there, max(0.0, deadline - self.loop.time())):
+        if not await self.wait(are_there, deadline - self.loop.time()):
             raise self._not_connected(f" within {timeout:g} s:", models)
         for model_id in models:
             machine.mark_assembled(model_id)
 
     def _not_connected(self, why: str, models: list[str]) -> NotConnected:
         membership, progress = self.machine.membership, self.machine.progress
-        # First those that the others may be waiting for.
+        # First the workers that are missing, because the others may be waiting for them.
         expected = sorted(membership.expected(), key=lambda worker: worker in self.machine.peers)
         reasons = [reason for worker in expected if (reason := progress.why_absent(worker, models))]
         if self.machine.num_workers is None:
@@ -317,100 +321,101 @@ class TrainerLink(Publishing):
         peer = self.machine.membership.routes.get(route)
         if peer is not None and (channel := self.side_channels.of.get(peer.nonce)):
             channel.drain()
-        steady = self.steady
-        if steady is not None and peer is not None and len(frames) == 2 and steady.answer(peer, frames[1].buffer, now):
+        fast = self.fast_path
+        if fast is not None and peer is not None and len(frames) == 2 and fast.answer(peer, frames[1].buffer, now):
             return
-        self.caught_up()
+        self.end_fast_path()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
             if type(instruction) is Inquiry:
-                self._answer(route, instruction)
+                self._answer_inquiry(route, instruction)
                 return
-            peer = self.machine.membership.routes.get(route) if self.observer.lives else None
+            peer = self.machine.membership.routes.get(route) if self.observer.traces else None
             if isinstance(instruction, Hello):
-                self.machine.membership.shortage = shortage(self._per_worker)
+                self.machine.membership.shortage = shortage(self._descriptors_per_worker)
             self.machine.receive(route, instruction, payload, now)
             if peer is not None:
-                self.observer.heard(peer.worker, instruction)
+                self.observer.received(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.peer_at(route)):
                 assert self.admission is not None
                 self.admission.take(new.worker, key)
         except ProtocolError as error:
-            self.drop(error, "a worker")
+            self.count_dropped(error, "a worker")
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
-            self._watch()
-        self.settle()
+            self._update_watches()
+        self.act_on_changes()
 
-    def _answer(self, route: bytes, inquiry: Inquiry) -> None:
-        """Whoever may connect may ask how everything is; nothing changes with that."""
+    def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
+        """Any client that may connect may ask for a report. The machine does not see the question."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
-            self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
+            self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
             self._socket.flushed()
-        self.settle()
+        self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
-        """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is answered then."""
+        """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is then answered by
+        BYE."""
         try:
             key = admission.check(frame, instruction, self.machine.membership.peer_at(route))
         except ProtocolError as error:
             if isinstance(instruction, Hello):
                 self.machine.membership.refuse(route, instruction.nonce, str(error))
-                self.settle()
+                self.act_on_changes()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._revoke()  # whoever has had the place: nobody would know of that key any more
+            self._expel_revoked()  # now, because the new key replaces the record of the key that had this place
         return key
 
-    def _revoke(self) -> None:
+    def _expel_revoked(self) -> None:
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.machine.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
-        if self._subscribed_at is not None and self.admission.removed != self._removed:
-            # A subscriber cannot be cut off alone, so all others are told of another port.
-            self._removed = self.admission.removed
+        if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
+            # A single subscriber cannot be disconnected: open another port, and tell it to the remaining workers.
+            self._keys_removed = self.admission.removed
             if self.broadcast is not None:
                 self.broadcast.close()
                 self.broadcast = None
-            self._open_broadcast(self._subscribed_at)
+            self._open_broadcast(self._broadcast_endpoint)
             self.machine.welcome_all()
 
-    def _introduce(self, nonce: bytes) -> Receive | None:
-        """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
-        self.caught_up()
-        # A newcomer's side channel may be here before the READY by which it takes its place.
+    def _side_channel_receiver(self, nonce: bytes) -> Receive | None:
+        """The callback for the packets of a new side channel; None: no welcomed worker has this nonce."""
+        self.end_fast_path()
+        # A newcomer may open its side channel before its READY comes, by which it takes the worker's place.
         return next(
             (partial(self._receive_packet, p) for p in self.machine.membership.welcomed if p.nonce == nonce), None
         )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
-        steady = self.steady
-        if steady is not None and packet[:1] == ALONE and steady.answer(peer, packet[1:], self.loop.time()):
+        fast = self.fast_path
+        if fast is not None and packet[:1] == ALONE and fast.answer(peer, packet[1:], self.loop.time()):
             return
         try:
             instruction, _ = read(split(packet))
-            self.caught_up()
+            self.end_fast_path()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
-            if self.observer.lives:
-                self.observer.heard(peer.worker, instruction)
+            if self.observer.traces:
+                self.observer.received(peer.worker, instruction)
         except ProtocolError as error:
-            self.drop(error, "a worker")
+            self.count_dropped(error, "a worker")
             return
         if type(instruction) is Released:
-            self._watch()
-        self.settle()
+            self._update_watches()
+        self.act_on_changes()
 
-    def _watch(self) -> None:
-        """One process watch per co-located worker incarnation; no side channel to one that is gone."""
+    def _update_watches(self) -> None:
+        """Watch the process of each worker on this host; close the side channels of workers that are gone."""
         machine = self.machine
         if self.side_channels.of:
             self.side_channels.close_others({p.nonce for p in machine.membership.welcomed})
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in machine.peers.values() if p.local and not p.lost}
-        # One that has left may still be reading what was leased to it.
+        # A worker that has left may still be reading the slots that were leased to it.
         chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in machine.leases.of.items() if leases.pid}
         for nonce in self._watches.keys() - chosen.keys():
             self._watches.pop(nonce).close()
@@ -422,28 +427,28 @@ class TrainerLink(Publishing):
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():
             if nonce in self.side_channels.of:
-                self.side_channels.of[nonce].drain()  # its last messages
-            self.caught_up().process_ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
-            self._watch()
-            self.settle()
+                self.side_channels.of[nonce].drain()  # take in its last messages
+            self.end_fast_path().process_ended(worker, nonce, f"its process ({pid}) has ended", self.loop.time())
+            self._update_watches()
+            self.act_on_changes()
 
     def _tick(self, now: float) -> None:
-        self.caught_up()
+        self.end_fast_path()
         late = now - self._timer_due
-        if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
+        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not loop_thread.is_here():
             self._warn_of_blocking(late)
-        self._revoke()
+        self._expel_revoked()
         self.machine.tick(now)
-        self.observer.check(everybody=True)
-        self._watch()
+        self.observer.check(recheck_all=True)
+        self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:
-        """The event loop was blocked for so long: tell so, if somebody was waiting for weights."""
+        """The event loop was blocked for this long: warn if workers were fetching weights."""
         machine, progress = self.machine, self.machine.progress
         version = machine.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
         if waiting:
-            self._has_warned = True
+            self._warned_of_blocking = True
             logger.warning(
                 "this event loop was blocked for %.1f s while worker(s) %s were still fetching version %d: large "
                 "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
@@ -451,34 +456,35 @@ class TrainerLink(Publishing):
                 seconds, sorted(waiting), version,
             )  # fmt: skip
 
-    def settle(self) -> None:
-        if self.observer.lives:
+    def act_on_changes(self) -> None:
+        if self.observer.traces:
             self.observer.check()
         self.notify()
-        self._depart()
-        if self.settled is not None:
-            self.settled()
+        self._send_outbox()
+        if self.on_change is not None:
+            self.on_change()
 
-    def _depart(self) -> None:
-        """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
+    def _send_outbox(self) -> None:
+        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core, or may
+        have to wait for it."""
         if self.timer is None:
-            self._set_timer(self.loop.time())
+            self._set_timer()
         machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
-        if outbox and channels and self.is_busy:
-            self.pause()
-        departed = self.departed if self.served or self.observer.lives else None
+        if outbox and channels and self.used_time_slice:
+            self.renew_time_slice()
+        update_sent = self.update_sent if self.serving_transports or self.observer.traces else None
         last, header = None, b""
         by_zmq = failed = False
         try:
             while outbox:
                 route, instruction, payload = outbox.popleft()
-                if instruction is not last:  # mostly, all workers are sent the same
+                if instruction is not last:  # mostly, all workers get the same message
                     last, header = instruction, encode(instruction)
-                    if self.broadcast is not None and self._send_to_all(route, instruction, header, payload):
+                    if self.broadcast is not None and self._send_broadcast(route, instruction, header, payload):
                         continue
                 peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
-                # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+                # Not to a worker that has not answered its last WELCOME: see net/side_channel.py on the order.
                 channel = None if peer is None or peer.owes_answer else channels.get(peer.nonce)
                 if channel is not None and channel.send((header, *payload)):
                     outcome = 0
@@ -491,15 +497,15 @@ class TrainerLink(Publishing):
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
                     machine.unreachable(route, self.loop.time())
-                elif departed is not None and isinstance(instruction, Update):
-                    departed(route, instruction)
+                elif update_sent is not None and isinstance(instruction, Update):
+                    update_sent(route, instruction)
         finally:
             if by_zmq:
                 self._socket.flushed()
         if failed:
             self.notify()
         if machine.to_encode:
-            self.encode()
+            self.encode_wanted()
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
@@ -509,23 +515,23 @@ class TrainerLink(Publishing):
         self._socket.flushed()
         return outcome == 0
 
-    def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
-        """Send what was just taken from the outbox to all subscribers, if it goes to them."""
+    def _send_broadcast(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
+        """Send a message that was just taken from the outbox to all subscribers; False: it is not for them."""
         assert self.broadcast is not None
         fanout = self.machine.fanout
         cast = fanout.merge_into_cast(route, instruction, payload, self.machine.announcement)
         if cast is None and route != ALL_SUBSCRIBERS:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
-        if cast is not None and isinstance(instruction, Update) and (self.served or self.observer.lives):
-            for one in fanout.reached:
-                self.departed(one, instruction)
+        if cast is not None and isinstance(instruction, Update) and (self.serving_transports or self.observer.traces):
+            for reached in fanout.reached:
+                self.update_sent(reached, instruction)
         return True
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        if self.steady is not None:
-            self.steady.wake()
+        if self.fast_path is not None:
+            self.fast_path.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -533,25 +539,25 @@ class TrainerLink(Publishing):
         if self.closed:
             return
         self.closed = True
-        self._say_goodbye()
+        self._send_bye()
         self._close_all(LINGER_MS)
         self.notify()
         try:
             await self._terminate()
         finally:
-            self._release()
+            self._release_endpoint()
 
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        if self.steady is not None:
-            self.steady.waiter = None  # the loop is over: nobody can be woken any more
-        return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
+        if self.fast_path is not None:
+            self.fast_path.waiter = None  # the loop does not run any more, so the waiter cannot be woken
+        return [self._send_bye, partial(self._close_all, linger_ms), self._release_endpoint]
 
-    def _say_goodbye(self) -> None:
+    def _send_bye(self) -> None:
         self.observer.close()
-        for pool in self.pools:  # a publication that is under way must not get what workers are still reading
+        for pool in self.pools:  # a publication that still runs must not get a slab that workers are reading
             pool.close()
-        self.caught_up().close()
-        self._depart()
+        self.end_fast_path().close()
+        self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():
@@ -564,15 +570,15 @@ class TrainerLink(Publishing):
         if self.broadcast is not None:
             self.broadcast.close()
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    def _release_endpoint(self) -> None:
+        if self._endpoint_lock is not None:
+            self._endpoint_lock.release()
 
 
-def _outcome(
+def _outcome_with_calls(
     progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
 ) -> Outcome:
-    """How far a version has come. A worker whose object is called has it when the call has ended, too."""
+    """How far a version has come. A worker that is called remotely counts only when its call has ended, too."""
     outcome = progress.of(version, chosen, models)
     if calls is None:
         return outcome
@@ -588,8 +594,8 @@ def _outcome(
     return outcome
 
 
-def _ended(processes: Iterable[Any]) -> str:
-    """For people: which of them has ended; empty: none."""
+def _describe_ended(processes: Iterable[Any]) -> str:
+    """A text that says which of these processes has ended, and how; empty: none has."""
     for process in processes:
         if hasattr(process, "exitcode"):
             code = process.exitcode

@@ -1,11 +1,11 @@
-"""Verifying: whether the workers' models hold what was sent, tensor by tensor.
+"""Verifying: do the workers' models hold the tensors that were sent?
 
-A worker hashes its model in a thread, inside a hold of its gate: so what it hashes is one version, and updates wait no
-longer than the hashing takes. Meanwhile the trainer hashes its own slab of the version that the worker should have. A
-worker that has got a newer version meanwhile is asked again.
+A worker hashes its model in a thread, inside a hold of its gate. So it hashes the tensors of one version, and updates
+wait no longer than the hashing takes. Meanwhile the trainer hashes its own slab of the version that the worker should
+have. If a worker has applied a newer version meanwhile, the trainer asks it again.
 
-Each tensor of the layout has one digest. Where the trainer's tensors are tied and the model's are not, it stands for
-all of them. Extra state is not compared.
+Each tensor of the layout has one digest. If the trainer's tensors are tied and the model's are not, the digest stands
+for all of the model's tensors. Extra state is not compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from functools import partial
 import torch
 
 from asyncsync.bus.applying import Applying
-from asyncsync.bus.link import Order
+from asyncsync.bus.link import FairLock
 from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.relays import Verification, Verified
+from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.weights.copying import clone, is_bytes, memory_of
@@ -33,13 +33,13 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import DIGEST_BYTES, Epoch, Verify
 
-PIECE = 4 << 20  # bytes that are hashed before the thread looks whether to go on: some milliseconds
-NOTHING = bytes(DIGEST_BYTES)  # this worker's model has no tensor for it
+PIECE = 4 << 20  # bytes; after each piece, which takes some milliseconds, the thread checks whether to stop
+NOTHING = bytes(DIGEST_BYTES)  # the digest of an entry for which the worker's model has no tensor
 
 
 @dataclass(frozen=True)
 class NotComparable:
-    """Why ``verify`` says nothing of a worker's model: it casts or converts what comes, has no model, has another
+    """Why ``verify`` cannot compare a worker's model: the worker casts or converts the weights, has no model or another
     version, is lost, or has not answered."""
 
     reason: str
@@ -51,24 +51,25 @@ class NotComparable:
 Differences = dict[int, list[str] | NotComparable]
 
 
-def digests_of(entries: Iterable[Sequence[torch.Tensor]], is_over: Callable[[], bool]) -> list[bytes]:
-    """A digest for each entry of a layout, of the tensors that hold its value. Useless once it ``is_over``."""
-    return [_digest(tensors, is_over) for tensors in entries]
+def digests_of(entries: Iterable[Sequence[torch.Tensor]], is_stopped: Callable[[], bool]) -> list[bytes]:
+    """A digest for each entry of a layout, of the tensors that hold its value. Wrong if it was stopped."""
+    return [_digest(tensors, is_stopped) for tensors in entries]
 
 
-def _digest(tensors: Sequence[torch.Tensor], is_over: Callable[[], bool]) -> bytes:
-    each = {_hash(tensor, is_over) for tensor in tensors}
+def _digest(tensors: Sequence[torch.Tensor], is_stopped: Callable[[], bool]) -> bytes:
+    each = {_hash(tensor, is_stopped) for tensor in tensors}
     if len(each) < 2:
         return each.pop() if each else NOTHING
-    return hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest()  # none of them is right alone
+    # The tensors differ: make a digest that is not that of any one of them.
+    return hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest()
 
 
-def _hash(tensor: torch.Tensor, is_over: Callable[[], bool]) -> bytes:
+def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    if tensor.numel() and not is_over():
+    if tensor.numel() and not is_stopped():
         data = memory_of(tensor if is_bytes(tensor) else clone(tensor).cpu())
         for begin in range(0, len(data), PIECE):
-            if is_over():
+            if is_stopped():
                 break
             digest.update(data[begin : begin + PIECE])
     return digest.digest()
@@ -81,14 +82,13 @@ class WorkerVerifying:
     _link: Applying
     _task: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        question = self._link.machine.open_question
-        if question is not None and self._task is None and not (self._link.machine.leaving or self._link.closed):
-            # In a context of its own: the caller's may be inside a hold, which this one must not count as.
+    def begin_answer(self, question: Verify) -> None:
+        if self._task is None and not (self._link.machine.leaving or self._link.closed):
+            # In an empty context: the caller's may be inside a hold, and the task's own hold must not count as nested.
             self._task = self._link.loop.create_task(self._answer(question), context=Context())
 
     async def stop(self) -> None:
-        """When this returns, nothing reads a model here any more."""
+        """Cancel the task. When this returns, no thread reads a model any more."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -96,20 +96,20 @@ class WorkerVerifying:
     async def _answer(self, question: Verify) -> None:
         version, digests, problem = 0, list[bytes](), ""
         try:
-            version, digests = await self._look(question)
+            version, digests = await self._digest_model(question)
         except SchemaMismatch as error:
             problem = str(error)
-        except Exception as error:  # of the user's tensors, perhaps: the trainer learns of it
+        except Exception as error:  # perhaps from the user's tensors: the trainer gets the text
             problem = f"its model could not be read: {type(error).__name__}: {error}"
         finally:
             self._task = None
         if not self._link.closed:
             with self._link.guard():
                 self._link.machine.answer(question, version, digests, problem)
-                self._link.settle()
+                self._link.act_on_changes()
 
-    async def _look(self, question: Verify) -> tuple[int, list[bytes]]:
-        """The version that a model shows, and its digests. Raises SchemaMismatch: why there is nothing to compare."""
+    async def _digest_model(self, question: Verify) -> tuple[int, list[bytes]]:
+        """The version that a model shows, and its digests. Raises SchemaMismatch if there is nothing to compare."""
         machine, model_id = self._link.machine, self._link.machine.session.local(question.model_id)
         async with self._link.gate.hold():
             machine.end_fast_path()
@@ -118,18 +118,18 @@ class WorkerVerifying:
             if binding.bound is None:
                 raise SchemaMismatch("it has no model")
             epoch, version, *_ = self._link.shown.get(model_id, (None, 0))
-            if epoch != question.epoch or (layout := self._layout(model_id, question.epoch, version)) is None:
+            if epoch != question.epoch or (layout := self._layout_of(model_id, question.epoch, version)) is None:
                 raise SchemaMismatch("it has no version of this sender yet")
-            over = threading.Event()
+            stop = threading.Event()
             entries = binding.tensors_of(layout)
-            digests = await elsewhere("asyncsync-verify", partial(digests_of, entries, over.is_set), over.set)
+            digests = await elsewhere("asyncsync-verify", partial(digests_of, entries, stop.is_set), stop.set)
         return version, digests
 
-    def _layout(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
+    def _layout_of(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
         held = self._link.machine.holdings.updates.get(model_id)
         if held is not None and held[:2] == (epoch, version):
             return held[2].layout
-        for staging in self._link.machine.staged:  # applied by another thread, of which the loop has not heard yet
+        for staging in self._link.machine.staged:  # another thread may have applied it, which the machine learns later
             part = staging.parts.get(model_id)
             if part is not None and (staging.epoch, part.version) == (epoch, version):
                 return part.slab.layout
@@ -138,86 +138,85 @@ class WorkerVerifying:
 
 @dataclass(eq=False)
 class TrainerVerifying:
-    """Compares what workers' models hold with what they should have."""
+    """Compares the tensors of workers' models with those of the versions that they should have."""
 
     _link: Publishing
-    _order: Order = field(default_factory=Order)
+    _lock: FairLock = field(default_factory=FairLock)
 
     async def verify(self, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
-        """The names that differ, for each of these workers. Raises AckTimeout if another call has not ended in time;
-        ClosedError or Fenced."""
+        """For each of these workers, the names of the tensors that differ. Raises AckTimeout if another call has not
+        ended in time; ClosedError or Fenced."""
         deadline = self._link.loop.time() + timeout
         late = f"another verify() of this sender has not ended within {timeout:g} s"
-        await self._order.acquire_until(deadline, lambda: late)
+        await self._lock.acquire_until(deadline, lambda: late)
         try:
             return await self._verify(model_id, list(workers), deadline, timeout)
         finally:
             self._link.machine.verification = None
-            self._order.release()
+            self._lock.release()
 
     async def _verify(self, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
         link, machine = self._link, self._link.machine
         found: Differences = {}
-        known: dict[tuple[int, int], tuple[Layout, list[bytes]]] = {}  # by worker and version
+        own_digests: dict[tuple[int, int], tuple[Layout, list[bytes]]] = {}  # by worker and version
         left = set(workers)
 
         def is_ready() -> bool:
             machine.check_open()
-            return any(self._state(worker, model_id) is not None for worker in left)
+            return any(self._applied_target(worker, model_id) is not None for worker in left)
 
-        while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
-            self._link.caught_up()
-            states = {worker: self._state(worker, model_id) for worker in left}
-            found |= {worker: NotComparable(why) for worker, why in states.items() if isinstance(why, str)}
-            current = {worker: target for worker, target in states.items() if isinstance(target, Target)}
-            verification = machine.verify(model_id, current, link.loop.time())
-            link.settle()
-            known |= await self._own({w: t for w, t in current.items() if (w, t.version) not in known})
-            await self._answered(verification, deadline)
-            found |= {worker: NotComparable(problem) for worker, problem in verification.problems.items()}
-            for worker, verified in verification.found.items():
-                if (own := known.get((worker, verified.version))) is not None:
-                    found[worker] = _differences(*own, verified)
-            left -= found.keys()
-        return found | {worker: self._late(worker, model_id, timeout) for worker in left}
-
-    async def _answered(self, verification: Verification, deadline: float) -> None:
-        def is_over() -> bool:
-            self._link.machine.check_open()
+        def is_answered() -> bool:
+            machine.check_open()
             return not verification.waiting
 
-        await self._link.wait(is_over, deadline - self._link.loop.time())
+        while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
+            link.end_fast_path()
+            targets = {worker: self._applied_target(worker, model_id) for worker in left}
+            found |= {worker: NotComparable(why) for worker, why in targets.items() if isinstance(why, str)}
+            applied = {worker: target for worker, target in targets.items() if isinstance(target, Target)}
+            verification = machine.verify(model_id, applied, link.loop.time())
+            link.act_on_changes()
+            new = {worker: target for worker, target in applied.items() if (worker, target.version) not in own_digests}
+            own_digests |= await self._hash_slabs(new)
+            await link.wait(is_answered, deadline - link.loop.time())
+            found |= {worker: NotComparable(problem) for worker, problem in verification.problems.items()}
+            for worker, verified in verification.found.items():
+                if (own := own_digests.get((worker, verified.version))) is not None:
+                    found[worker] = _differences(*own, verified)
+            left -= found.keys()
+        return found | {worker: self._why_late(worker, model_id, timeout) for worker in left}
 
-    def _state(self, worker: int, model_id: str) -> Target | str | None:
-        """What a worker should have, if it has it; why it will not; None: it may come to have it."""
+    def _applied_target(self, worker: int, model_id: str) -> Target | str | None:
+        """A worker's target, if the worker has applied it; a text that says why it never will; None: it may."""
         machine = self._link.machine
         if (target := machine.targets.newest(worker, model_id)) is None:
             return "nothing has been published for it yet"
         if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
-            return "it has no model, but takes versions itself"  # perhaps not for a long time
+            return "it has no model, but takes versions itself"  # so it may not apply its target for a long time
         outcome = machine.progress.of(target.version, [worker], [model_id])
         if worker in outcome.failed:
             return str(outcome.failed[worker])
         return target if worker in outcome.acked else None
 
-    def _late(self, worker: int, model_id: str, timeout: float) -> NotComparable:
+    def _why_late(self, worker: int, model_id: str, timeout: float) -> NotComparable:
         peer, target = self._link.machine.membership.find(worker), self._link.machine.targets.newest(worker, model_id)
         has, newest = 0 if peer is None else peer.applied.get(model_id, 0), 0 if target is None else target.version
         if has < newest:
             return NotComparable(f"it has version {has}, and after {timeout:g} s still not version {newest}")
         return NotComparable(f"it has not answered for one of the newest versions within {timeout:g} s")
 
-    async def _own(self, targets: Mapping[int, Target]) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
-        over, link = threading.Event(), self._link
+    async def _hash_slabs(self, targets: Mapping[int, Target]) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
+        """The layouts and digests of these workers' targets, by worker and version."""
+        stop, link = threading.Event(), self._link
         entries = {target.slab: [[view] for view in target.slab.views] for target in targets.values()}
 
         def hash_all() -> dict[Slab, list[bytes]]:
-            return {slab: digests_of(views, lambda: over.is_set() or link.closed) for slab, views in entries.items()}
+            return {slab: digests_of(views, lambda: stop.is_set() or link.closed) for slab, views in entries.items()}
 
         for slab in entries:
             slab.retain()
         try:
-            digests = await elsewhere("asyncsync-verify", hash_all, over.set)
+            digests = await elsewhere("asyncsync-verify", hash_all, stop.set)
             return {(worker, t.version): (t.slab.layout, digests[t.slab]) for worker, t in targets.items()}
         finally:
             for slab in entries:

@@ -1,4 +1,4 @@
-"""The worker's end of a bus: a Worker on the running loop, behind one DEALER socket and a gate."""
+"""The worker's end of a bus: a ``Worker`` state machine on the running event loop, one DEALER socket, and a gate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import zmq
 
 from asyncsync.bus.applying import GATE_POLL, Applying
 from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.fast_path import WorkerFastPath
 from asyncsync.bus.link import LINGER_MS
-from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_figures
-from asyncsync.bus.steady import SteadyWorker
+from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_metrics
 from asyncsync.bus.verifying import WorkerVerifying
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate, Writer
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
-Read = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
-"""Reads the frames of a message; raises ProtocolError."""
+Decode = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
+"""Decodes the frames of a message; raises ProtocolError."""
 
-ENDING_SECONDS = 2.0
+ENDING_SECONDS = 2.0  # shutdown waits at most this long for its tasks
 FETCH_DEADLINE = 60.0
 
 
 class WorkerLink(Applying, Memory):
-    """Connects, feeds the machine, sends its answers. ``side_channel`` is None until there has been one. Of an
-    address with keys, ``credentials`` returns them. ``transport``: of a relay or a guest, which takes every model that
-    the trainer serves, and applies it to nothing.
+    """Connects, feeds the machine, sends its answers. ``side_channel`` is None until the first one is opened.
+    ``credentials`` returns the keys for the address; None: it has none. ``transport`` is for relays and guests, which
+    receive every model that the trainer serves, and apply it to nothing.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class WorkerLink(Applying, Memory):
         machine = Worker(worker, secrets.token_bytes(16), this_process(), settings, role, self, relaying)
         super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
         gate.bind()
-        self._common = transport
-        self._fetching: set[asyncio.Task[None]] = set()  # a task per part
+        self._guest_transport = transport
+        self._fetching: set[asyncio.Task[None]] = set()  # one task for each part that a transport is fetching
         self.trainer_lost = False
         self._watch: ProcessWatch | None = None
-        self._watched: tuple[int, str, int] | None = None
+        self._watched_process: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
@@ -87,9 +87,9 @@ class WorkerLink(Applying, Memory):
                 socket = dealer(self.context)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
-            session, told = self.machine.session, (self._connected, self._disconnected)
-            receive = self._receive, self._receive_cast
-            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
+            session, events = self.machine.session, (self._connected, self._disconnected)
+            receive = self._receive, self._receive_broadcast
+            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, events, self.crash)
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
@@ -105,48 +105,48 @@ class WorkerLink(Applying, Memory):
         takes: bool = False,
         context: Any = None,
     ) -> None:
-        """Take part in the updates of this model, and pass them on to this context. ``manual``: they wait for
-        ``receive``; ``takes``: they wait until they are taken."""
+        """Receive this model's updates, and pass them on to this context. ``manual``: an update waits until the user
+        calls ``receive``; ``takes``: it waits until the user's code takes it."""
         self.transports[model_id] = transport
-        self.pass_on(model_id, context)
+        self.set_context(model_id, context)
         if manual or takes:
             self.manual.add(model_id)
         self.machine.takes = takes
         self.machine.register(model_id, binding, self.loop.time())
-        self.settle()
+        self.act_on_changes()
 
     async def unregister(self, model_id: str) -> None:
-        """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
+        """Receive no more updates of this model. When this returns, nothing writes the model or its memory any more."""
         self.manual.discard(model_id)
         self.cascade.remove(model_id)
         self.machine.unregister(model_id, self.loop.time())
-        self.settle()
-        # Until the gate has done with what it had begun with:
+        self.act_on_changes()
+        # Wait until the gate has finished updates with which it had begun.
         await self.wait(lambda: not any(model_id in one.parts for one in self.machine.staged), None)
-        if await self._detach([model_id]) and not self.closed:
+        if await self._detach_models([model_id]) and not self.closed:
             del self.transports[model_id]
             self.machine.holdings.remove_model(model_id)
-            self.settle()
+            self.act_on_changes()
 
-    def pass_on(self, model_id: str, context: Any) -> None:
-        """Pass the updates of this model on to this context, from the next one on."""
+    def set_context(self, model_id: str, context: Any) -> None:
+        """From the next update on, pass this model's updates on to this context."""
         self.machine.end_fast_path()
         self.cascade.add(model_id, context)
 
-    async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
-        """Update another model under this name from now on, beginning with what this worker should have. Raises
-        AckTimeout if what uses the one before does not end."""
+    async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
+        """Register another model under this name; it gets the version that this worker should have. Raises AckTimeout
+        if readers or updates still use the old model at the timeout."""
         staged, deadline = self.machine.staged, self.loop.time() + timeout
         leave = Writer(self.machine.models[model_id].leave_slabs, lambda error: None)
         staged.abandon()
-        while staged or not self.gate.try_apply(leave):  # what the gate has begun with still goes to the model
+        while staged or not self.gate.try_apply(leave):  # the gate finishes an update with which it has begun
             if self.loop.time() >= deadline:
                 raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
             await asyncio.sleep(GATE_POLL)
-            self.check()
+            self.check_usable()
             staged.abandon()
         self.machine.register(model_id, binding, self.loop.time())
-        self.settle()
+        self.act_on_changes()
 
     @property
     def is_lost(self) -> bool:
@@ -156,103 +156,103 @@ class WorkerLink(Applying, Memory):
 
     def _connected(self) -> None:
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
-            # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
+            # Without a HELLO the process at that address does not know the nonce, so its messages are ignored.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.machine.session.ended is None:
             self.machine.connected(self.loop.time())
-            self.settle()
+            self.act_on_changes()
 
     def _disconnected(self) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
             self.side_channel.close()
         self.machine.disconnected()
-        self.settle()
+        self.act_on_changes()
 
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
         self.whereabouts.drain_fanout()
-        self._take_in([frame.buffer for frame in frames], decode)
+        self._receive_frames([frame.buffer for frame in frames], decode)
 
     def _receive_packet(self, packet: memoryview) -> None:
         try:
             frames = split(packet)
         except ProtocolError as error:
-            self.drop(error, "the sender")
+            self.count_dropped(error, "the sender")
             return
-        self._take_in(frames, read)
+        self._receive_frames(frames, read)
 
-    def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
-        """Take in a message: the fast way if that is on, and can."""
-        steady = self.machine.fast_path
-        if steady is not None and not self.observer.follows:
-            now, answer = self.loop.time(), None
+    def _receive_frames(self, frames: list[memoryview], decode_message: Decode) -> None:
+        """Take in a message, by the fast path if it is on and can do that."""
+        fast = self.machine.fast_path
+        if fast is not None and not self.observer.has_listeners:
+            answer = None
             try:
                 try:
-                    answer = steady.take(frames, now)
-                except Exception:  # also of a user's transport
-                    logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+                    answer = fast.try_apply(frames, self.loop.time())
+                except Exception:  # perhaps from a user's transport
+                    logger.debug("an update takes the general path, which reports errors", exc_info=True)
                 if answer is not None:
-                    self._acknowledge(answer, now)
+                    self._send_answer(answer)
                     return
             except Exception:
                 raise
             except BaseException:
-                # Half of it may be in the model, or all of it, and not be acknowledged.
-                self._take_the_general_way(frames, read_message)
+                # The update may be in the model by half, or whole and not acknowledged.
+                self._receive_on_general_path(frames, decode_message)
                 raise
-        self._take_the_general_way(frames, read_message)
+        self._receive_on_general_path(frames, decode_message)
 
-    def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
+    def _receive_on_general_path(self, frames: list[memoryview], decode_message: Decode) -> None:
         try:
-            instruction, payload = read_message(frames)
-            if self.observer.follows:
-                self.observer.heard(instruction)
+            instruction, payload = decode_message(frames)
+            if self.observer.has_listeners:
+                self.observer.received(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
-            self.drop(error, "the sender")
-            self.settle()
+            self.count_dropped(error, "the sender")
+            self.act_on_changes()
             return
         if type(instruction) is Bye and self.machine.session.ended is None:
-            self.trainer_lost = True  # it writes nothing any more, and there may be another
+            self.trainer_lost = True  # it writes nothing any more, and another trainer may come
         elif type(instruction) is Welcome and self.machine.session.welcomed:
             self._watch_trainer()
             self._open_side_channel()
             self._subscribe()
-        self.settle()
-        if type(instruction) is Again and not self.closed and not self.observer.follows:
-            self._begin_steady(instruction)
+        self.act_on_changes()
+        if type(instruction) is Again and not self.closed and not self.observer.has_listeners:
+            self._begin_fast_path(instruction)
 
     def _subscribe(self) -> None:
-        """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
+        """Subscribe to the trainer's broadcasts. Before its WELCOME, only an earlier trainer's port is known."""
         session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
             self.whereabouts.subscribe(session.trainer.fanout)
 
-    def _receive_cast(self, frames: list[Any]) -> None:
+    def _receive_broadcast(self, frames: list[Any]) -> None:
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
             before = self.machine.serial
             self.machine.receive(instruction, payload, self.loop.time())
-            if self.observer.follows and (isinstance(instruction, Chunk) or self.machine.serial > before):
-                self.observer.heard(instruction, payload)
+            if self.observer.has_listeners and (isinstance(instruction, Chunk) or self.machine.serial > before):
+                self.observer.received(instruction, payload)
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
-                # Bytes of no use yet, on a connection that is too slow for those that are; :meth:`_tick` comes back.
+                # These bytes are of no use yet, and the connection is too slow for both. _tick subscribes again.
                 self.whereabouts.unsubscribe()
         except ProtocolError as error:
-            self.drop(error, "the sender")
-        self.settle()
+            self.count_dropped(error, "the sender")
+        self.act_on_changes()
 
-    def _begin_steady(self, again: Again) -> None:
-        """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
+    def _begin_fast_path(self, again: Again) -> None:
+        """Begin the fast path if this AGAIN, which was received last, was applied at once by copying a few bytes."""
         machine = self.machine
-        if (steady := machine.steady(again.serial)) is None:
+        if (found := machine.steady(again.serial)) is None:
             return
-        model_id, part = steady
+        model_id, part = found
         newest, binding = machine.holdings.updates[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
@@ -260,7 +260,7 @@ class WorkerLink(Applying, Memory):
         try:
             slab = machine.pool.acquire(newest.layout)
         except (MemoryError, RuntimeError):  # torch raises the latter
-            return  # if the next update cannot be had either, the trainer gets FAILED
+            return  # if there is no memory for the next update either, the trainer gets FAILED
         try:
             if binding.prepare(slab) is not binding.cached(slab):
                 return
@@ -269,31 +269,30 @@ class WorkerLink(Applying, Memory):
             return
         finally:
             slab.release()
-        # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
         window = partial(self._transport(model_id).slot_window, layout=newest.layout)
-        straight = partial(self.goes_straight, model_id)
-        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self.show, straight)
+        only_gate = partial(self.needs_only_gate, model_id)
+        machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, only_gate)
 
-    def _acknowledge(self, done: bytes, now: float) -> None:
-        """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
+    def _send_answer(self, applied: bytes) -> None:
+        """The fast path has applied an update: send its APPLIED, then wake waiters and set the timer."""
         channel = self.side_channel
-        if channel is None or not (channel.open and channel.send((done,))):
-            self.whereabouts.send((done,))
+        if channel is None or not (channel.open and channel.send((applied,))):
+            self.whereabouts.send((applied,))
             self.whereabouts.flushed()
         if self.waiters:
             self.notify()
         if self.timer is None:
-            self._set_timer(now)
+            self._set_timer()
 
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine
         seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
         targets = {m: machine.targets.get(m, 0) for m in models}
-        # What an earlier trainer sent is not this one's, whatever its number.
-        marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
-        current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
+        # A version of an earlier trainer does not count, whatever its number.
+        shown = {m: self.shown[m] for m in models if m in self.shown}
+        current = {m: version for m, (epoch, version, *_) in shown.items() if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
-        version = min((self.acting([m]).version for m in behind), default=self.acting(models).version)
+        version = min((self.newest_shown([m]).version for m in behind), default=self.newest_shown(models).version)
         target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
         state, reason = "live", ""
         if self.closed:
@@ -304,13 +303,14 @@ class WorkerLink(Applying, Memory):
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason, **self.waiting(models))
+        received, rest = machine.bytes_received, self.unapplied(models)
+        status = WorkerStatus(version, target, lag, seen, state, received, reason, **rest)
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
-    def figures(self) -> list[Metric]:
+    def collect_metrics(self) -> list[Metric]:
         models = list(self.machine.models)
-        applied = {model_id: self.acting([model_id]).version for model_id in models}
-        return [*worker_figures(self.status(models), applied), *super().figures()]
+        applied = {model_id: self.newest_shown([model_id]).version for model_id in models}
+        return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
 
     def _open_side_channel(self) -> None:
         path = side_channel_path(self.whereabouts.endpoint)
@@ -318,13 +318,13 @@ class WorkerLink(Applying, Memory):
             self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
     def _watch_trainer(self) -> None:
-        """Know at once when a co-located trainer dies; workers then wait for its successor."""
-        if (trainer := self.machine.session.trainer) is None:
+        """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
+        trainer = self.machine.session.trainer
+        assert trainer is not None
+        process = trainer.pid, trainer.boot, trainer.namespace  # not the pid alone: containers often use the same
+        if process == self._watched_process and not self.trainer_lost:
             return
-        process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
-        if process == self._watched and not self.trainer_lost:
-            return
-        self._watched = process
+        self._watched_process = process
         self.trainer_lost = False
         if self._watch is not None:
             self._watch.close()
@@ -342,14 +342,14 @@ class WorkerLink(Applying, Memory):
             self._subscribe()
         self.whereabouts.tick(now)
 
-    def settle(self) -> None:
-        now, machine = self.loop.time(), self.machine
-        if self.observer.follows:
-            self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
+    def act_on_changes(self) -> None:
+        machine = self.machine
+        if self.observer.has_listeners:
+            self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
-            self._offer()
+            self._offer_to_gate()
         if machine.open_question is not None:
-            self.verifying.begin()
+            self.verifying.begin_answer(machine.asked)
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self._transport(machine.session.local(part.model_id))
@@ -357,22 +357,22 @@ class WorkerLink(Applying, Memory):
             task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        self._send_all()
+        self._send_outbox()
         self.notify()
         if self.timer is None:
-            self._set_timer(now)
-        if self.settled is not None:
-            self.settled()
+            self._set_timer()
+        if self.on_change is not None:
+            self.on_change()
 
-    def _send_all(self) -> None:
+    def _send_outbox(self) -> None:
         self.machine.flush()
         outbox = self.machine.outbox
         if not self.machine.session.online:
-            # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
+            # Queue nothing for the next connection: it begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
         if not outbox:
             return
-        # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
+        # No side channel between HELLO and WELCOME, because a packet could arrive before the HELLO.
         channel = self.side_channel if self.machine.session.welcomed else None
         by_zmq = False
         while outbox:
@@ -383,14 +383,14 @@ class WorkerLink(Applying, Memory):
                 by_zmq = True
         if by_zmq:
             self.whereabouts.flushed()
-        # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
-        # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
+        # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
+        # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
         yield_core()
 
-    # -- where slabs come from ---------------------------------------------------------------------------------------
+    # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
     def _transport(self, model_id: str) -> Carrier:
-        transport = self.transports.get(model_id, self._common)
+        transport = self.transports.get(model_id, self._guest_transport)
         assert transport is not None
         return transport
 
@@ -400,7 +400,8 @@ class WorkerLink(Applying, Memory):
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
         transport = self._transport(model_id)
-        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
+        is_own = adopts or transport.receives_into_own_slabs
+        return transport.acquire_slab(layout, pool) if is_own else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
         return opens_memory(pid)
@@ -410,7 +411,7 @@ class WorkerLink(Applying, Memory):
         try:
             async with asyncio.timeout(FETCH_DEADLINE):
                 await transport.fetch_slab(descriptor, slab, self.loop.time() + FETCH_DEADLINE)
-        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+        except Exception as error:  # perhaps from a user's transport: the trainer gets it as FAILED
             failure = error
         except asyncio.CancelledError:
             slab.release()
@@ -418,7 +419,7 @@ class WorkerLink(Applying, Memory):
         self.machine.fetched(serial, index, slab, failure, self.loop.time())
         del failure  # its traceback refers to this frame, and to the slab's memory
         if not self.closed:
-            self.settle()
+            self.act_on_changes()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -429,30 +430,31 @@ class WorkerLink(Applying, Memory):
         self.machine.leave()
         reads = True
         try:
-            # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self.transports)) or self.cascade.task is not None
+            # If the cascade is passing an update on, its thread, which cannot be stopped, may still copy the slabs.
+            reads = not await self._detach_models(list(self.transports)) or self.cascade.task is not None
             reads = reads or self.machine.taken is not None
         finally:
-            await self._end(reads)
+            await self._finish_shutdown(reads)
 
-    async def _detach(self, models: Iterable[str]) -> bool:
-        """Models outlive their schemes: they must not show what the trainer writes later. False if one may."""
+    async def _detach_models(self, models: Iterable[str]) -> bool:
+        """Make these models independent of the trainer's memory, because they outlive their schemes and must not show
+        what the trainer writes later. Returns False if a model still depends on it."""
         await self.verifying.stop()
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
-            return True  # nobody writes there any more
+            return True  # the trainer does not write its memory any more
         if self.copying:
-            await finish(self.thread.submit(lambda: None))  # receive() is still reading
+            await finish(self.thread.submit(lambda: None))  # wait until receive() has made its copies in that thread
         done, in_use = True, self.gate.applying or self.gate.pending
         for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
             if transport.is_adopted or in_use:
                 done = await finish(self.thread.submit(transport.detach_models)) and done
         return done
 
-    async def _end(self, reads: bool) -> None:
+    async def _finish_shutdown(self, reads: bool) -> None:
         if self.closed:
             return
         self.machine.bye("shutdown", reads=reads)
-        self._send_all()
+        self._send_outbox()
         self.closed = True
         others = self.cascade.task, self.whereabouts.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
@@ -464,7 +466,7 @@ class WorkerLink(Applying, Memory):
         self.notify()
         try:
             if ending:
-                # A fetch ends at once, unless it is being written; a coroutine of the user's may take its time.
+                # A cancelled fetch ends at once, unless a thread is writing; the user's coroutine may take longer.
                 await asyncio.wait(ending, timeout=ENDING_SECONDS)
         finally:
             try:
@@ -472,13 +474,13 @@ class WorkerLink(Applying, Memory):
             finally:
                 self.machine.close()
 
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        # What the model has of the trainer's memory stays, and the BYE reports it: the model outlives this link.
-        return [self.machine.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
+        # The model outlives this link, and may keep using the trainer's memory. The BYE reports that.
+        return [self.machine.leave, self._send_bye, partial(self._close_all, linger_ms)]
 
-    def _say_goodbye(self) -> None:
+    def _send_bye(self) -> None:
         self.machine.bye("shutdown", reads=True)
-        self._send_all()
+        self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
         self.whereabouts.close(linger_ms)
@@ -496,8 +498,8 @@ def guest_link(
     credentials: Callable[[], Credentials] | None = None,
     relaying: Relaying | None = None,
 ) -> WorkerLink:
-    """A link on the running loop that takes every model of a sender. Raises NotConnected if it cannot connect."""
-    place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
-    link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
-    link.settle()  # from now on it looks for the sender, at each of its addresses
+    """A link on the running loop that receives every model of a sender. Raises NotConnected if it cannot connect."""
+    index = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
+    link = WorkerLink(sender, index, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
+    link.act_on_changes()  # sets the timer, whose ticks try the sender's addresses in turn
     return link

@@ -72,7 +72,7 @@ class Guest:
             raise NotConnected(f"no weights from {dialer.endpoint}{late}: {self.why()}")
         found = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
-            shown = self.link.acting([model_id]).shown
+            shown = self.link.newest_shown([model_id]).shown
             found[model_id] = await self.link.copy_held(model_id, partial(Snapshot, shown.version, shown.metadata))
         return found
 

@@ -1,7 +1,7 @@
-"""Figures for Prometheus, served over HTTP by a thread of prometheus-client's.
+"""Metrics for Prometheus, which a thread of prometheus-client serves over HTTP.
 
-Nothing is counted twice: when Prometheus asks, the bus is asked on its event loop how it is. So an idle bus does
-nothing for it. If the loop does not answer in time, a figure says so.
+For each scrape, the bus collects its metrics on its event loop; only the durations of updates are recorded before. So
+an idle bus does nothing for metrics. If the loop does not answer in time, the metric ``asyncsync_up`` is 0.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 PATIENCE = 2.0  # seconds that the event loop may take to answer
-READ_SECONDS = 10.0  # that a client may take for its next bytes, because it keeps a thread and a descriptor
+READ_SECONDS = 10.0  # that a client may take to send its next bytes, because it occupies a thread and a descriptor
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 
 class Metrics:
-    """Serves the figures of one bus at ``address``, a host and a port (0: a free one), until it is closed.
+    """Serves the metrics of one bus at ``address``, a host and a port (0: a free one), until it is closed.
 
     Attributes:
-        durations: how long updates took, which the bus observes; None: it is a worker's.
+        durations: how long updates took; the bus adds to it. None on a worker.
 
     Raises:
-        ImportError: prometheus-client is not installed; names the extra.
+        ImportError: prometheus-client is not installed; the message names the extra.
         NotConnected: the port is in use, or the address is not this host's.
     """
 
@@ -41,12 +41,12 @@ class Metrics:
             raise ImportError(
                 'metrics_port needs prometheus-client; install it with: pip install "asyncsync[metrics]"'
             ) from error
-        told = "From the beginning of a publication until all its workers have applied it, or a newer version."
         self.durations: Histogram | None = None
         if has_durations:
-            self.durations = Histogram("asyncsync_update_duration_seconds", told, buckets=BUCKETS, registry=None)
+            text = "From the beginning of a publication until all its workers have applied it, or a newer version."
+            self.durations = Histogram("asyncsync_update_duration_seconds", text, buckets=BUCKETS, registry=None)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._look: Callable[[], list[Metric]] = list
+        self._collect_bus: Callable[[], list[Metric]] = list
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         host, port = address
@@ -59,39 +59,39 @@ class Metrics:
         self.address = host, int(self._server.server_port)
         owned.add(self)
 
-    def attach(self, loop: asyncio.AbstractEventLoop, look: Callable[[], list[Metric]]) -> None:
-        """From now on there is a bus: ``look`` returns its figures, on its loop."""
-        self._look, self._loop = look, loop
+    def attach(self, loop: asyncio.AbstractEventLoop, collect: Callable[[], list[Metric]]) -> None:
+        """From now on there is a bus; ``collect``, called on its loop, returns its metrics."""
+        self._collect_bus, self._loop = collect, loop
 
     def collect(self) -> Iterator[Metric]:
-        """prometheus-client calls this for each answer, in a thread of its own."""
+        """prometheus-client calls this for each scrape, in one of its threads."""
         from prometheus_client.core import GaugeMetricFamily
 
         if (loop := self._loop) is None:
             return
         asked = time.monotonic()
         found: list[Metric] | None = None
-        looking = self._ask()
+        collecting = self._collect_on_loop()
         try:
-            found = asyncio.run_coroutine_threadsafe(looking, loop).result(PATIENCE)
+            found = asyncio.run_coroutine_threadsafe(collecting, loop).result(PATIENCE)
         except TimeoutError:
             pass
         except RuntimeError:  # the loop is closed
-            looking.close()
-        late = time.monotonic() - asked
+            collecting.close()
+        seconds = time.monotonic() - asked
         yield GaugeMetricFamily("asyncsync_up", "Whether the event loop has answered.", found is not None)
-        told = "How long the event loop took to answer this scrape; it is busy or blocked if that is long."
-        yield GaugeMetricFamily("asyncsync_loop_answer_seconds", told, late)
+        text = "How long the event loop took to answer this scrape; it is busy or blocked if that is long."
+        yield GaugeMetricFamily("asyncsync_loop_answer_seconds", text, seconds)
         yield from found or []
         for family in [] if self.durations is None else self.durations.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
 
-    async def _ask(self) -> list[Metric]:
-        return self._look()
+    async def _collect_on_loop(self) -> list[Metric]:
+        return self._collect_bus()
 
     def close(self) -> None:
-        """Free the port; takes up to half a second. Idempotent."""
+        """Free the port; this takes up to half a second. Idempotent."""
         owned.discard(self)
         self._loop = None
         if self._thread.is_alive():
@@ -100,12 +100,12 @@ class Metrics:
         self._server.server_close()
 
     def disown(self) -> None:
-        """In a forked child: the port is its parent's."""
+        """In a forked child: close the inherited socket. The port remains the parent's."""
         self._server.socket.close()
 
 
 def _bounded(handler: Any) -> type[Any]:
-    """The same handler of requests, but it hangs up on a client that sends nothing."""
+    """This request handler, but with a time limit: it hangs up on a client that sends nothing."""
 
     class Bounded(handler):  # type: ignore[misc]
         timeout = READ_SECONDS

@@ -1,9 +1,9 @@
-"""The life of a version, as events: each hook, ``trace(event, info)``, is called with every one.
+"""The events of a version, from its publication to its end: each hook, ``trace(event, info)``, gets every event.
 
-A trainer tells ``publish.*`` of a version, and ``deliver.*`` of a version and a worker; a worker tells ``update.*``.
-While nothing listens, the bus asks once per update whether anything does, and that is all.
+A trainer emits ``publish.*`` for each version, and ``deliver.*`` for each version and worker; a worker emits
+``update.*``. Without a listener, the only cost is to find that out, a few times per update.
 
-The options ``metrics_port=`` and ``tracing=`` are :class:`Monitoring`. :class:`Spans` is the hook for OpenTelemetry,
+:class:`Monitoring` has the options ``metrics_port=`` and ``tracing=``. :class:`Spans` is the hook for OpenTelemetry,
 which is imported only if the program has imported it, or asks for it.
 """
 
@@ -27,14 +27,14 @@ ATTRIBUTES = {
     "deliver.begin": ("worker", "version"),
     "update.begin": ("worker", "version", "epoch"),
 }
-PARTS = {"fetched": ("fetch", "begin"), "staged": ("stage", "fetched"), "end": ("apply", "staged")}
-"""Of an update: the span that ends with a step, and the step that it began with."""
+CHILD_SPANS = {"fetched": ("fetch", "begin"), "staged": ("stage", "fetched"), "end": ("apply", "staged")}
+"""By the last step of each span within an update's span: its name, and its first step."""
 
 
 @dataclass(frozen=True)
 class Monitoring:
-    """The host and port of the metrics, and ``tracing``. A port and a hook belong to one process: they stay behind when
-    a scheme is pickled or its process forks."""
+    """The host and port of the metrics, and ``tracing``. A port and a hook belong to one process: a pickled scheme does
+    not take them along, and a forked child does not use them."""
 
     address: tuple[str, int] | None = None
     tracing: Tracing = None
@@ -50,8 +50,8 @@ class Monitoring:
         return cls(None if metrics_port is None else _address(metrics_port), tracing)
 
     @property
-    def here(self) -> Monitoring:
-        """What applies in this process."""
+    def in_this_process(self) -> Monitoring:
+        """This, or in a forked child what remains of it there."""
         return self if self.pid == os.getpid() else Monitoring(*self.__reduce__()[1])
 
     def __reduce__(self) -> tuple[type[Monitoring], tuple[None, Tracing]]:
@@ -81,11 +81,12 @@ def debug_log(event: str, info: dict[str, Any]) -> None:
 
 
 class Spans:
-    """``api`` is OpenTelemetry's module ``trace``, and ``tracer`` one of its tracers."""
+    """The hook for OpenTelemetry. ``api`` is OpenTelemetry's module ``trace``, and ``tracer`` one of its tracers."""
 
     def __init__(self, api: Any, tracer: Any) -> None:
         self._api, self._tracer = api, tracer
-        self._open: dict[tuple[str, int, int | None], tuple[Any, dict[str, int]]] = {}  # and when its steps were
+        # The spans that have not ended, and the times of their steps.
+        self._open: dict[tuple[str, int, int | None], tuple[Any, dict[str, int]]] = {}
 
     def __call__(self, event: str, info: dict[str, Any]) -> None:
         kind, _, step = event.partition(".")
@@ -94,17 +95,18 @@ class Spans:
         if step == "begin":
             if kind == "publish":
                 attributes = {"asyncsync.models": ", ".join(info["models"])}
-            # A delivery is below its publication; the others are below the caller's span, if there is one.
-            above, _ = self._open.get(("publish", info["id"], None), (None, {}))
-            self._open[key] = self._begin(kind, now, attributes, above if kind == "deliver" else None), {step: now}
-        elif key in self._open:  # a version may be over before it is packed
+            # The parent of a delivery is its publication; of the others it is the caller's span, if there is one.
+            publication, _ = self._open.get(("publish", info["id"], None), (None, {}))
+            parent = publication if kind == "deliver" else None
+            self._open[key] = self._begin(kind, now, attributes, parent), {step: now}
+        elif key in self._open:  # a version's span may end before it is packed
             span, times = self._open[key]
             span.set_attributes(attributes)
-            if kind == "update" and step in PARTS:
-                part, since = PARTS[step]
+            if kind == "update" and step in CHILD_SPANS:
+                name, since = CHILD_SPANS[step]
                 if since in times:
-                    told = {f"asyncsync.{name}": info[name] for name in ("worker", "version")}
-                    self._end(self._begin(part, times[since], told, span), now, failure)
+                    attributes = {f"asyncsync.{label}": info[label] for label in ("worker", "version")}
+                    self._end(self._begin(name, times[since], attributes, span), now, failure)
                 times[step] = now
             elif step in ("packed", "fetched", "staged", "committed", "taken"):
                 span.add_event(step, timestamp=now)
@@ -112,8 +114,8 @@ class Spans:
                 del self._open[key]
                 self._end(span, now, failure)
 
-    def _begin(self, name: str, at: int, attributes: dict[str, Any], above: Any) -> Any:
-        context = None if above is None else self._api.set_span_in_context(above)
+    def _begin(self, name: str, at: int, attributes: dict[str, Any], parent: Any) -> Any:
+        context = None if parent is None else self._api.set_span_in_context(parent)
         return self._tracer.start_span(f"asyncsync.{name}", context, attributes=attributes, start_time=at)
 
     def _end(self, span: Any, at: int, failure: str) -> None:
@@ -123,7 +125,7 @@ class Spans:
 
 
 def hooks_of(tracing: Tracing) -> list[Hook]:
-    """What the option asks for. Raises ImportError, naming the extra, if it is True and OpenTelemetry is missing."""
+    """The hooks for the option. Raises ImportError, which names the extra, if it is True without OpenTelemetry."""
     if callable(tracing):
         return [tracing]
     if tracing is False or (tracing is None and "opentelemetry.trace" not in sys.modules):
@@ -135,7 +137,7 @@ def hooks_of(tracing: Tracing) -> list[Hook]:
             'tracing=True needs opentelemetry-api; install it with: pip install "asyncsync[metrics]"'
         ) from error
     provider = trace.get_tracer_provider()
-    # Until the program has set up a provider, OpenTelemetry returns one of these.
+    # OpenTelemetry returns one of these until the program has set up a provider.
     if tracing is None and isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
         return []
     return [Spans(trace, provider.get_tracer("asyncsync"))]

@@ -22,7 +22,7 @@ class _Socket(zmq.Socket[bytes]):
 
 class Context(zmq.Context[_Socket]):
     """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
-    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.cut`."""
+    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.shut_down_without_loop`."""
 
     _socket_class = _Socket
 

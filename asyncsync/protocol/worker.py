@@ -38,9 +38,9 @@ PUSH_PATIENCE = 2.0  # seconds; the workers that set the pace of a push may have
 
 
 class FastPath(Protocol):
-    """Applies each AGAIN in few steps, until something else happens; see :mod:`asyncsync.bus.steady`."""
+    """Applies each AGAIN in few steps, until something else happens; see :mod:`asyncsync.bus.fast_path`."""
 
-    def take(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
+    def try_apply(self, frames: Sequence[memoryview], now: float) -> bytes | None: ...
     def end(self) -> None: ...
 
 

@@ -39,7 +39,7 @@ class RelaySlots(Carrier):
     """Slabs in shared memory, into which an update is received, and which the workers read."""
 
     pool: WeightSlots
-    holds_received = True
+    receives_into_own_slabs = True
 
     def __init__(self) -> None:
         self.pool = WeightSlots(SLOTS, COPY_BYTES)

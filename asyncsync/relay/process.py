@@ -65,7 +65,7 @@ class Relay:
             received = self.slots or Carrier()
             self.upstream = guest_link(upstream, received, Settings(), "relay", credentials, self.passing)
         except BaseException:
-            self.downstream.cut(0)
+            self.downstream.shut_down_without_loop(0)
             raise
         self.upstream.machine.session.reconnects = True
         self.keep = keep
@@ -78,9 +78,9 @@ class Relay:
                 for m, (v, slab, metadata) in models.items()
             }
             self.passing.restore(epoch, models, self.downstream.loop.time())
-            self.downstream.settle()
+            self.downstream.act_on_changes()
         self._saved = self.upstream.shown  # another one, whenever a model shows something new
-        self.upstream.settled = self.downstream.settled = self._settled
+        self.upstream.on_change = self.downstream.on_change = self._settled
 
     # -- the two links ----------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Relay:
         if self.downstream.closed or self.upstream.closed:
             return
         if self.downstream.machine.outbox:
-            self.downstream.settle()
+            self.downstream.act_on_changes()
         if not self._report_scheduled and self.passing.is_report_due(self.upstream.machine):
             self._report_scheduled = True
             self.upstream.loop.call_soon(self._report)
@@ -100,7 +100,7 @@ class Relay:
         if not self.upstream.closed:
             with self.upstream.guard():
                 self.passing.report(self.upstream.machine)
-                self.upstream.settle()
+                self.upstream.act_on_changes()
 
     # -- the store --------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Relay:
 
     async def shutdown(self) -> None:
         """Leave; the workers look for another one. Idempotent."""
-        self.upstream.settled = self.downstream.settled = None
+        self.upstream.on_change = self.downstream.on_change = None
         await self._save()
         await self.upstream.shutdown()
         await self.downstream.shutdown()

@@ -60,7 +60,7 @@ class Bus(BusCore):
             NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
         """
         self._check_connect(timeout, processes)
-        await self._connect(await self._initial(), timeout)
+        await self._connect(await self._initial_sources(), timeout)
 
     async def publish(
         self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, checked
-from asyncsync.bus.carrier import Taken
+from asyncsync.bus.carrier import Extracted
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
@@ -117,7 +117,7 @@ class Bus(BusCore):
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
-        initial = now(self._initial())
+        initial = now(self._initial_sources())
         self.run_on_loop(lambda: self._connect(initial, timeout))
 
     connect.__doc__ = AsyncBus.connect.__doc__
@@ -152,9 +152,9 @@ class Bus(BusCore):
         loop_thread.check_exit()
         super().check_open(role)
 
-    def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
+    def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
         # The values of the sources, taken here and now.
-        return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
+        return {topic: Extracted(source) for topic, source in now(self._extract(weights, workers)).items()}
 
     _awaitable = staticmethod(loop_thread.awaitable)
 
@@ -183,7 +183,7 @@ class Bus(BusCore):
         else:
             self.run_on_loop(make)
 
-    def look(self, function: Callable[[], T]) -> T:
+    def read_link(self, function: Callable[[], T]) -> T:
         if self._link is None or self._link.closed or loop_thread.is_here():
             return function()
         if self._link.is_inherited:
@@ -444,7 +444,7 @@ class WeightSyncScheme(Scheme):
         if self.is_registered and isinstance(link, WorkerLink):
             if isinstance(context, TorchRLContext):
                 context.connected = True
-            self._bus.look(lambda: link.pass_on(self.topic, context))
+            self._bus.read_link(lambda: link.set_context(self.topic, context))
 
     @property
     def worker_idx(self) -> int | None:

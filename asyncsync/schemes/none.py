@@ -31,8 +31,8 @@ class CountingCore(BusCore):
 
     async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
         self._encoded = encode_metadata(metadata)
-        self.carried += 1
-        return self.carried
+        self.unlinked_version += 1
+        return self.unlinked_version
 
     async def announce_and_wait(
         self, weights: Any, worker_ids: Any, timeout: float, metadata: Metadata, quorum: int | None = None
@@ -51,7 +51,7 @@ class CountingCore(BusCore):
         return {}
 
     async def await_lag(self, *args: Any, **kwargs: Any) -> int:
-        return self.carried
+        return self.unlinked_version
 
     def hold_of(self, models: Any) -> Any:
         return nullcontext(Shown(self.version, self.metadata_of(models)))
@@ -59,11 +59,11 @@ class CountingCore(BusCore):
     def metadata_of(self, models: Any) -> dict[str, Any]:
         return decode_metadata(self._encoded)
 
-    def check_counts(self) -> None:
+    def check_not_receiver(self) -> None:
         pass
 
-    def carry_on(self, version: int) -> None:
-        super().carry_on(version)
+    def continue_from(self, version: int) -> None:
+        super().continue_from(version)
         self._encoded = b""
 
 

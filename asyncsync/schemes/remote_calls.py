@@ -340,10 +340,10 @@ class RPCCore(RemoteCallCore):
         loop = asyncio.get_running_loop()
         await self._open(timeout)
         link = self._bus.open_trainer()
-        machine = link.caught_up()
+        machine = link.end_fast_path()
         machine.serve(self.topic, loop.time())
         machine.mark_assembled(self.topic)  # workers that were not called yet are not waited for
-        link.settle()
+        link.act_on_changes()
         if initial is not None:
             deadline = loop.time() + timeout
             await link.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)

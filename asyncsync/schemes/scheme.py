@@ -27,7 +27,7 @@ from torch import nn
 
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, defaults_of, refuse_misspelt
 from asyncsync.bus.applying import Mark
-from asyncsync.bus.carrier import Carrier, Source, Taken
+from asyncsync.bus.carrier import Carrier, Extracted, Source
 from asyncsync.bus.core import BusCore, BusOptions
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
@@ -118,7 +118,7 @@ class Scheme(ABC):
         elif not self.takes_part:
             bus = self.own_bus_class(num_workers=of_bus["num_workers"])
         elif of_bus["num_workers"] is not None:
-            bus.agree_on_workers(of_bus["num_workers"], private=False)
+            bus.set_num_workers(of_bus["num_workers"], private=False)
         self._bus = bus
         self.topic = ""  # the model's name on the bus
         self._devices: list[torch.device] | None = None
@@ -211,7 +211,7 @@ class Scheme(ABC):
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not by_worker(source):
             return as_tensordict(copy_flat(self.selection.part(flat_weights(self.strategy, source))))
-        return self._bus.look(self.held_weights)
+        return self._bus.read_link(self.held_weights)
 
     def held_weights(self) -> TensorDict | None:
         link = self._bus.link
@@ -219,7 +219,7 @@ class Scheme(ABC):
             held = link.machine.holdings.updates.get(self.topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, TrainerLink):
-            target = link.caught_up().targets.newest(-1, self.topic)
+            target = link.end_fast_path().targets.newest(-1, self.topic)
             return None if target is None else _packed(target.slab).copy().weights()
         return None
 
@@ -232,7 +232,7 @@ class Scheme(ABC):
         link = self._bus.link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, TrainerLink):
-            workers = self._bus.look(lambda: link.machine.membership.expected())
+            workers = self._bus.read_link(lambda: link.machine.membership.expected())
         if isinstance(self._carrier, ChannelSender):
             channels = self._carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
@@ -308,13 +308,13 @@ class Scheme(ABC):
         self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
     ) -> None:
         check_timeout(timeout)
-        self._bus.starting = check_processes(processes)
+        self._bus.starting_processes = check_processes(processes)
         self._check_open()
         if self.role == "sender" and worker_idx is not None:
             raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
         if self.role == "receiver" and weights is not None:
             raise TypeError("weights belong to the sender's connect(); this is a receiver")
-        if self.role == "receiver" and self._bus.starting:
+        if self.role == "receiver" and self._bus.starting_processes:
             raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
     def _check_receive(self, timeout: float | None) -> None:
@@ -420,7 +420,7 @@ class Scheme(ABC):
 
     def take_over(self, original: Scheme) -> None:
         # This scheme was made from original: be initialised as that is.
-        self._bus = original.bus.twin(self.own_bus_class)
+        self._bus = original.bus.with_other_api(self.own_bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
             return
@@ -479,7 +479,7 @@ class Scheme(ABC):
         self.check_fresh("sender")
         transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
-            self._bus.agree_on_least(min_workers, private=self.has_own_bus)
+            self._bus.set_min_workers(min_workers, private=self.has_own_bus)
         self._bus.join(self, "sender", model_id or "", num_workers)
         self._reset()
         self.role, self.pid = "sender", os.getpid()
@@ -719,9 +719,9 @@ class Scheme(ABC):
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
-            link.caught_up().serve(self.topic, start)
-            link.settle()
-        await link.wait_for_workers([self.topic], version, timeout, start + timeout, self._bus.starting)
+            link.end_fast_path().serve(self.topic, start)
+            link.act_on_changes()
+        await link.wait_for_workers([self.topic], version, timeout, start + timeout, self._bus.starting_processes)
         self.is_registered = True
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
@@ -742,7 +742,7 @@ class Scheme(ABC):
 
     def at_hand(self, weights: Any) -> FlatWeights | None:
         # What extract_source returns for all workers, if that takes a look at a module only; else None.
-        if isinstance(weights, Taken):
+        if isinstance(weights, Extracted):
             return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
@@ -782,7 +782,7 @@ class Scheme(ABC):
         self.binding, self._model = self._make_binding(model), model
         if isinstance(link := self._bus.link, WorkerLink):
             self._attach(link)
-            await link.replace(self.topic, self.binding, timeout)
+            await link.replace_model(self.topic, self.binding, timeout)
             await link.wait_connected(self.topic, timeout, link.loop.time() + timeout)
 
     def current_call(self) -> Any:

@@ -80,7 +80,7 @@ class Taking:
         if self._link is not None:
             raise RuntimeError("this block was used already: call take() again")
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
-        before = link.acting([model_id])
+        before = link.newest_shown([model_id])
         taken = await link.take(model_id, *self._asked)
         self._link, self._taken = link, taken
         part, previous = taken.staging.parts[model_id], None

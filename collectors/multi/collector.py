@@ -606,7 +606,7 @@ class GroupCollector(BaseCollector):
         scheme = self._sender_schemes.get(model_id)
         if scheme is None or isinstance(scheme, NoSyncCore):
             return None
-        held: TensorDict | None = scheme.bus.look(scheme.held_weights)
+        held: TensorDict | None = scheme.bus.read_link(scheme.held_weights)
         return held
 
     # -- statistics and profiles --------------------------------------------------------------------------------------

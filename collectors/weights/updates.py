@@ -361,7 +361,7 @@ class WeightsAPI:
     def _pass_versions_on(self) -> None:
         """Have updates that are sent from now on carry a version from above."""
         for bus in self._senders.buses:
-            bus.stand_for(self.acting_weights.origin)
+            bus.set_origin(self.acting_weights.origin)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Apply the newest weights from the receiver schemes or, without schemes, the given or the original policy's.
@@ -612,7 +612,7 @@ class ActingWeights:
         first. Each counts its own; in a tree of collectors, its root does."""
         if self._main is None:
             return 0, b""
-        acting = self._main.acting(self._main.schemes)
+        acting = self._main.newest_shown(self._main.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:

@@ -144,16 +144,16 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
     if slots is None:
         is_free = link.pool.slabs <= 2
     else:
-        caught_up = link.caught_up()
+        caught_up = link.end_fast_path()
         targets = set(caught_up.targets.slabs())
         lent = {slab for leases in caught_up.leases.of.values() for _, slab in leases.slabs.values()}
         is_free = slots.used == targets | lent and len(slots.used) <= 1 and slots.slabs <= 2
     links = [link, *(r.bus._link for r in receivers)]
     return (
         is_free
-        and not link.order.locked()
+        and not link.publish_lock.locked()
         and all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.wanted for r in receivers)
+        and all(not r.bus._link.receiving for r in receivers)
         and all(not each.waiters and each.failure is None for each in links)
     )
 
@@ -232,7 +232,7 @@ async def test_publish_and_send_async_cancelled_at_any_await_publish_whole_or_no
 
     async def behind_another() -> int:
         # The lock that keeps publications in order is one more await.
-        async with sender.bus._link.order:
+        async with sender.bus._link.publish_lock:
             other = asyncio.create_task(publish())
             try:
                 await asyncio.sleep(0)
@@ -341,7 +341,7 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     planted.pack_by(monkeypatch, wait_until_there)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
-    await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
+    await eventually(lambda: sender.bus._link and sender.bus._link.end_fast_path().peers)
     session = receiver.bus._link.machine.session
     offered = []
     welcome = session.receive_welcome

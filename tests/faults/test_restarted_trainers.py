@@ -212,14 +212,14 @@ async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     await asyncio.gather(first.connect(), receiver.connect())
     epoch = receiver.bus._link.machine.session.epoch
     # Killed, in effect: no BYE.
-    monkeypatch.setattr(first.bus._link.caught_up(), "close", first.bus._link.caught_up().targets.close)
+    monkeypatch.setattr(first.bus._link.end_fast_path(), "close", first.bus._link.end_fast_path().targets.close)
     await first.shutdown()
     monkeypatch.setattr("asyncsync.bus.trainer.time.time_ns", lambda: 12345)
     second = schemes.sender(100, 5, endpoint=endpoint, num_workers=1)
     impatient(second)
     await second.connect()
     assert receiver.model.value == 5
-    assert receiver.bus._link.machine.session.epoch == second.bus._link.caught_up().epoch > epoch
+    assert receiver.bus._link.machine.session.epoch == second.bus._link.end_fast_path().epoch > epoch
     assert await second.send_async(second.model.fill(6)) == 2
     assert receiver.model.value == 6
 

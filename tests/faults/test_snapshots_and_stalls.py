@@ -146,7 +146,7 @@ async def test_a_snapshot_that_fails_half_way_changes_nobody(
 ) -> None:
     """Large weights are sent while they are being packed."""
     sender, receivers = await schemes.connected(THREAD, workers=2)
-    peers = sender.bus._link.caught_up().peers.values()
+    peers = sender.bus._link.end_fast_path().peers.values()
     half_sent = threading.Event()
 
     sent = sum(p.bytes_sent for p in peers)

@@ -21,7 +21,7 @@ import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
 import asyncsync.schemes.taking
 import asyncsync.weights.encoding
-from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
 from asyncsync.collectors.base import BaseCollector as BaseCollector
@@ -64,7 +64,7 @@ def release_slots_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that takes it, although it is switched off, raises AttributeError."""
-    monkeypatch.delattr(SteadyTrainer, "publish")
+    monkeypatch.delattr(TrainerFastPath, "publish")
 
 
 def open_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def pool(scheme: Any) -> Any:
 
 def unsent(sender: Any) -> bool:
     """Whether the sender has instructions that have not gone out."""
-    return bool(bare(sender).bus._link.caught_up().outbox)
+    return bool(bare(sender).bus._link.end_fast_path().outbox)
 
 
 def broadcast_of(sender: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncsync.bus.steady import SteadyTrainer, SteadyWorker
+from asyncsync.bus.fast_path import TrainerFastPath, WorkerFastPath
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import Binding, WeightStrategy
@@ -210,7 +210,7 @@ class TrainerProcess:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.fast_path: SteadyTrainer | None = None
+        self.fast_path: TrainerFastPath | None = None
         self.sharers = {source: Sharer((start, number), world.settings) for source in SOURCES}
         self._machine = Trainer(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
@@ -238,7 +238,7 @@ class TrainerProcess:
     def version(self) -> int:
         return self._machine.version
 
-    def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadyTrainer | None:
+    def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> TrainerFastPath | None:
         machine = self.machine
         target = machine.targets.models[model].common
         if not machine.settings.fast or not self.usable or target is None:
@@ -264,7 +264,7 @@ class TrainerProcess:
             return channels[peer.route].send((header, *payload))
 
         known = SourceCache(target.slab.layout)
-        self.fast_path = SteadyTrainer(machine, model, known, target.slab, acquire, peers, send)
+        self.fast_path = TrainerFastPath(machine, model, known, target.slab, acquire, peers, send)
         return self.fast_path
 
     def shared_out(self, model: str, slab: Slab) -> Slab:
@@ -441,7 +441,7 @@ class WorkerProcess(Memory):
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
         shell = gate, self._window, lambda epoch, versions: None, lambda: True
-        machine.fast_path = SteadyWorker(machine, model, part, slabs, *shell)
+        machine.fast_path = WorkerFastPath(machine, model, part, slabs, *shell)
 
     def use(self, kind: str, slab: Slab, number: int) -> None:
         if kind == "reader":

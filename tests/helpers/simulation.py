@@ -789,7 +789,7 @@ class Simulation(Oracle):
         fast = worker.machine.fast_path
         if fast is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
-        done = fast.take(list(map(memoryview, frames)), self.now)
+        done = fast.try_apply(list(map(memoryview, frames)), self.now)
         if done is None:
             return False
         self.taken += 1

@@ -1,6 +1,6 @@
 """Updates that follow each other, as in a training loop, and all that interrupts them: nobody notices a difference.
 
-After the first few they take the fast paths of sender and worker (tests/unit/bus/test_steady.py shows that).
+After the first few they take the fast paths of sender and worker (tests/unit/bus/test_fast_path.py shows that).
 """
 
 import asyncio

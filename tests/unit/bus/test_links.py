@@ -20,14 +20,14 @@ from helpers.pairs import Model
 class Still(Link):
     def _tick(self, now: float) -> None: ...
 
-    def settle(self) -> None: ...
+    def act_on_changes(self) -> None: ...
 
     async def shutdown(self) -> None:
         if not self.closed:
             self.closed = True
             await self._terminate()
 
-    def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
+    def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         return []
 
 

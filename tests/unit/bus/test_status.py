@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from asyncsync import AckTimeout, NotConnected, WorkerStatus
-from asyncsync.bus.status import ANSWERS, FRESH_SECONDS, Reporter
+from asyncsync.bus.status import ANSWERS_PER_SECOND, FRESH_SECONDS, Reporter
 from asyncsync.commands.top import Asker
 from asyncsync.errors import ProtocolError
 from asyncsync.wire import messages
@@ -116,10 +116,10 @@ def test_the_largest_report_fits_into_one_message() -> None:
 def test_nobody_gets_more_than_so_many_answers_in_a_second_nor_has_each_made_anew() -> None:
     desk = Desk(1)
     asked = reporter(desk)
-    answers = [asked.answer(token) for token in range(5 * ANSWERS)]
-    assert [one.token for one in answers if one is not None] == list(range(ANSWERS))
+    answers = [asked.answer(token) for token in range(5 * ANSWERS_PER_SECOND)]
+    assert [one.token for one in answers if one is not None] == list(range(ANSWERS_PER_SECOND))
     desk.join(0)
-    desk.now += 1.5 / ANSWERS
+    desk.now += 1.5 / ANSWERS_PER_SECOND
     assert told(asked.answer(1)).counts["live"] == 1, "made anew"
     assert asked.answer(2) is None
     desk.now += FRESH_SECONDS / 2
@@ -161,7 +161,7 @@ async def test_a_flood_of_inquiries_keeps_nobody_from_anything(api: Api) -> None
             while dealer.poll(0):
                 dealer.recv()
                 answers += 1
-        assert answers <= 2 * ANSWERS
+        assert answers <= 2 * ANSWERS_PER_SECOND
 
 
 def alone(endpoint: str) -> Any:

@@ -128,7 +128,7 @@ async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(
             assert read(found.slab.weights()) == {1.0}
             version = await sender.send_async(fill(source, 2.0), metadata={"step": 5})
             assert sorted(one.role for one in sender.status().values()) == ["guest", "worker"]
-            assert await guest.link.wait(lambda: guest.link.acting(["policy"]).version == version, 10)
+            assert await guest.link.wait(lambda: guest.link.newest_shown(["policy"]).version == version, 10)
             found = (await guest.weights(10))["policy"]
             assert found.metadata == {"step": 5}
             assert read(found.slab.weights()) == {2.0}

@@ -83,7 +83,7 @@ def test_a_port_and_a_hook_stay_with_their_process_and_yes_or_no_travels() -> No
         bus = Bus(metrics_port=9100, tracing=tracing)
         assert pickle.loads(pickle.dumps(bus)).monitoring == Monitoring(None, inherited)
         assert bus.monitoring == Monitoring(("127.0.0.1", 9100), tracing)
-        assert Monitoring(("127.0.0.1", 1), tracing, pid=1).here == Monitoring(None, inherited)
+        assert Monitoring(("127.0.0.1", 1), tracing, pid=1).in_this_process == Monitoring(None, inherited)
 
 
 def test_it_belongs_to_the_bus() -> None:
@@ -421,7 +421,7 @@ async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: 
                 await everybody.sender.publish(everybody.source)
         await everybody.sender.wait_version(everybody.sender.version)
         observer = everybody.sender.bus._link.observer
-        await until(lambda: not observer.lives)
+        await until(lambda: not observer.traces)
     published = [one for one in spans.get_finished_spans() if one.name == "asyncsync.publish"]
     assert len(published) == 71, "each of them has ended, and that of connect()"
 
@@ -439,7 +439,7 @@ async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
         publishing = asyncio.create_task(scheme.publish(weights))
         await link.wait(lambda: scheme.version > before, 10)
         assert not publishing.done()
-        assert not link.observer.lives
+        assert not link.observer.traces
         if ends == "cancelled":
             publishing.cancel()
         else:
@@ -473,17 +473,17 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
         for worker in (0, 1):
             parts = (messages.Part("policy", version, bytes(16), 4),)
             observer.sent(worker, messages.Update(epoch, version, False, parts))
-    observer.heard(0, messages.Applied(epoch, {"policy": 1}))
-    observer.heard(1, messages.Applied(epoch, {"policy": 2}))
+    observer.received(0, messages.Applied(epoch, {"policy": 1}))
+    observer.received(1, messages.Applied(epoch, {"policy": 2}))
     outstanding.discard(1)
     observer.check()
-    assert (set(observer.lives), number_of(durations)) == ({2, 3}, 1)
-    observer.heard(0, messages.Applied(epoch, {"policy": 3}))
+    assert (set(observer.traces), number_of(durations)) == ({2, 3}, 1)
+    observer.received(0, messages.Applied(epoch, {"policy": 3}))
     outstanding.clear()  # worker 1 is lost
     observer.check()
-    assert (set(observer.lives), number_of(durations)) == ({3}, 2)
-    observer.check(everybody=True)
-    assert (observer.lives, number_of(durations)) == ({}, 2), "how long it takes to be lost is no duration"
+    assert (set(observer.traces), number_of(durations)) == ({3}, 2)
+    observer.check(recheck_all=True)
+    assert (observer.traces, number_of(durations)) == ({}, 2), "how long it takes to be lost is no duration"
 
 
 @pytest.mark.parametrize("ends", ["it has them, too", "it is lost"])
@@ -502,21 +502,21 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
                 observer.sent(int(route), instruction)
         for worker in range(3 if number == 0 else stopped):
             hear(desk, observer, worker, version)
-    assert len(observer.lives) == 4
+    assert len(observer.traces) == 4
     if ends == "it is lost":
         machine.membership.lose(machine.peers[stopped], "gone", desk.now)
-        observer.check(everybody=True)
+        observer.check(recheck_all=True)
     else:
         hear(desk, observer, stopped, version)
         assert number_of(durations) == 5
-    assert observer.lives == {}
+    assert observer.traces == {}
 
 
 def hear(desk: Desk, observer: TrainerObserver, worker: int, version: int) -> None:
     """It has applied this."""
     applied = messages.Applied(desk.machine.epoch, {"policy": version})
     desk.receive(worker, applied)
-    observer.heard(worker, applied)
+    observer.received(worker, applied)
     observer.check()
 
 
@@ -527,10 +527,10 @@ def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of
     for version, model in ((1, "value"), (2, "policy")):
         publish(observer, model, version, (1, 1))
     observer.check()
-    assert set(observer.lives) == {1, 2}
+    assert set(observer.traces) == {1, 2}
     del waiting[2]
     observer.check()
-    assert set(observer.lives) == {1}
+    assert set(observer.traces) == {1}
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -88,7 +88,7 @@ async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) ->
 
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await connected(schemes)
-    epoch = sender.bus._link.caught_up().epoch
+    epoch = sender.bus._link.end_fast_path().epoch
     packets = [
         b"\x00",
         b"\x02\xff\xff\xff\xff",
@@ -142,7 +142,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(sche
     for value in range(2, 12):
         await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
         await sender.publish(sender.model)
-    nonce = sender.bus._link.caught_up().peers[1].nonce
+    nonce = sender.bus._link.end_fast_path().peers[1].nonce
     one = side_channels(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
     while one.write([bytes(30_000)]):
@@ -188,7 +188,7 @@ async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     sender, (receiver,) = await connected(schemes, workers=1)
     version = await sender.publish(sender.model.fill(3))
     receiver.bus._link.side_channel.drain()  # it applies the update and answers …
-    peer = sender.bus._link.caught_up().peers[0]
+    peer = sender.bus._link.end_fast_path().peers[0]
     sender.bus._link._worker_ended(0, peer.nonce, os.getpid())  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"
     await sender.wait_version(version)

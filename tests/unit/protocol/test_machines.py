@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.bus.steady import SteadyTrainer, SteadyWorker
+from asyncsync.bus.fast_path import TrainerFastPath, WorkerFastPath
 from asyncsync.protocol.holdings import Session, StagedUpdates
 from asyncsync.protocol.membership import FanOut, Membership
 from asyncsync.protocol.relays import Verification
@@ -164,25 +164,25 @@ MUTATIONS = {
     "the end of a process gives nothing back": [(Trainer, "process_ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
-        (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
+        (TrainerFastPath, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
     ],
     "the fast path forgets whom it has not told": [
-        (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "self.waiting, []"),
+        (TrainerFastPath, "_hand_over", "self.waiting, self._unsent", "self.waiting, []"),
         NO_PONG,
     ],
     "the fast path begins with somebody behind": [(Trainer, "steady", "for peer in peers:", "for peer in ():")],
     "the fast path writes where the newest version is": [
-        (SteadyTrainer, "publish", "slab = self._next", "slab = self._newest")
+        (TrainerFastPath, "publish", "slab = self._next", "slab = self._newest")
     ],
     "a worker's fast path goes on whatever else it hears": [
         (Worker, "receive", "self.end_fast_path()", "pass"),
-        (SteadyWorker, "take", "since != machine.serial or ", ""),
+        (WorkerFastPath, "try_apply", "since != machine.serial or ", ""),
     ],
     "a worker's fast path writes where the newest version is": [
-        (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
+        (WorkerFastPath, "try_apply", "slab.memory[:] = window", "self._newest.memory[:] = window")
     ],
     "a worker's fast path takes what waits for a reader as applied": [
-        (SteadyWorker, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
+        (WorkerFastPath, "try_apply", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "APPLIED gives nothing back": [
         (Trainer, "receive", "messages.Applied | messages.Failed | messages.Pong", "messages.Failed")

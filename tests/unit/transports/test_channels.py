@@ -142,7 +142,7 @@ async def test_an_interrupted_fetch_loses_no_message(named: tuple[str, Board]) -
         await everybody.sender.publish(Model(1))
         await in_thread(lines[0].receiving.wait, 5)
         link.machine.connected(link.loop.time())  # HELLO again: everything under way is dropped
-        link.settle()
+        link.act_on_changes()
         await until(lambda: len(lines[0].sent) == 3)
         lines[0].can_receive.set()
         await everybody.sender.wait_version(2, timeout=5)

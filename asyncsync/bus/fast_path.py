@@ -1,23 +1,23 @@
-"""The fast path: a training loop's steady state in as few steps as can be, beside both ends' state machines.
+"""The fast path: the repeated update of a training loop in as few steps as possible, beside both state machines.
 
-For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
-it in nothing but version and bytes. These lie in shared memory, from where every worker copies them out at once, or are
-few enough to travel with the announcement. Then a :class:`SteadyTrainer` has two slabs for itself: the newest version,
-and one to write the next into. It announces the next version to all workers with one message (AGAIN), and counts the
-answers, which are all the same message too (the short APPLIED).
+A training loop repeats one update for hours: all workers have the last version of one model, and the next version
+differs from it only in its number and its bytes. The bytes lie in shared memory, from where each worker copies them at
+once, or they are few and travel with the announcement. On the trainer, a :class:`TrainerFastPath` then owns two slabs:
+the newest version, and one to write the next version into. It sends all workers the same message (AGAIN), and counts
+their answers, which are all the same message, too (the short APPLIED).
 
-Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` counts versions and serials, and else stands still. Before
-anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
-:meth:`SteadyTrainer.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
-to know, for the next version is published only when everybody has answered. From there on the machine goes on by
-itself, and finds out what was lost as it always does.
+Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` is left alone, but for its counters of versions and serials.
+Before anything else happens to it (another message comes, a worker is lost, its timer is due, the user calls
+``status()``), :meth:`TrainerFastPath.end` hands over the newest slab and the workers that have not answered. The
+machine needs to know no more, because a version is published only when all workers have answered the one before. From
+then on it repairs what was lost as usual.
 
-In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the trainer's two slots, if there are any,
-and has two slabs of this worker's own, the one that holds the newest version and one to copy the next into. It changes
-the state of the :class:`asyncsync.protocol.worker.Worker` itself, which looks afterwards as if the update had come the
-general way. It takes a message whole or not at all. Whatever is unusual about one (a reader, another Parameter, an
-unknown slot) is left to the general way, with nothing changed; and whatever else the machine hears or does ends it. The
-next AGAIN that goes the general way without a stop begins another.
+In a worker, a :class:`WorkerFastPath` waits for the next AGAIN. It knows the trainer's two slots, if there are any, and
+owns two slabs: one with the newest version, and one to copy the next version into. It changes the state of the
+:class:`asyncsync.protocol.worker.Worker` as if the update had taken the general path. It applies an AGAIN as a whole or
+not at all: if anything is unusual (a reader, another Parameter, an unknown slot), it changes nothing, and the message
+takes the general path. It ends when the machine receives another message, or does anything else. Then the next AGAIN
+that is applied at once on the general path begins another.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_again, encode
 from asyncsync.wire.messages import Again, Buffer, Epoch, Part
 
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
-"""Called under the gate when models have these versions, before anybody can read them."""
+"""Called under the gate when models have new versions, before a reader can enter."""
 
 Send = Callable[[Peer, bytes, Sequence[Buffer]], bool]
-"""Sends a worker a header and payload frames; False: it has not been sent."""
+"""Sends a worker a header and payload frames; False: it did not."""
 
 _AGAIN = Struct(f"<{HEAD.size}s{AGAIN_FIELDS}")
-KEPT_WINDOWS = 2  # as many slots as the trainer has for it
+KEPT_WINDOWS = 2  # one for each of the trainer's two slots
 
 _is_cpu = attrgetter("is_cpu")
 
 
-class SteadyTrainer:
-    """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
+class TrainerFastPath:
+    """The trainer's fast path for one model, if :meth:`asyncsync.protocol.trainer.Trainer.steady` allows it.
 
-    ``newest`` is the newest version's slab, which this takes a reference to; ``acquire`` returns others, with a
-    descriptor as that has one, or raises. Without it, the bytes travel with the announcement. ``waiting`` has who has
-    not answered the newest version, and ``waiter`` is woken when everybody has, or when this has ended.
+    ``newest`` is the slab of the newest version; this retains it. ``acquire`` returns another slab, or raises. Either
+    all slabs have a descriptor, or the bytes travel with the announcement. ``waiting`` has the workers that have not
+    answered the newest version. ``waiter`` is woken when all have answered, or when the fast path ends.
     """
 
     def __init__(
@@ -80,44 +80,45 @@ class SteadyTrainer:
         assert newest.layout is self._next.layout is known.layout
         self._workers = workers
         self._send = send
-        self._known = known
+        self._source_cache = known
         self._began = 0.0
         self._unsent: list[Peer] = []
-        self._again = self._done = b""
+        self._again = self._expected = b""
         self._payload: list[Buffer] = []
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
-        """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
-        if self._next.exports:  # libzmq, or the machine's last announcement, still reads it
-            before, self._next = self._next, self._acquire()
-            before.release()
+        """Write the next version; :meth:`announce` must follow. False: the layout differs, or not all is on the CPU."""
+        if self._next.exports:  # libzmq still reads it, or the machine's last announcement has a view of it
+            exported, self._next = self._next, self._acquire()
+            exported.release()
         slab = self._next
         slab.forget()
-        memory = self._known.again(flat)
+        memory = self._source_cache.again(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
         else:
             on_cpu = not flat.values and all(map(_is_cpu, flat.tensors.values()))
-            tensors = self._known.layout.arrange(flat) if on_cpu else None
+            tensors = self._source_cache.layout.arrange(flat) if on_cpu else None
             if tensors is None:
                 return False
             pack(slab, flat, tensors=tensors)
-            self._known.learn(flat)
+            self._source_cache.learn(flat)
         machine, targets = self._machine, self._machine.targets
         epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1
-        again, done = encode_again(epoch, serial, since, version, slab.descriptor), encode_applied(epoch, serial)
+        again, expected = encode_again(epoch, serial, since, version, slab.descriptor), encode_applied(epoch, serial)
         payload: list[Buffer] = [] if slab.descriptor is not None else [slab.contents()]
         waiting, unsent = set(self._workers), list(self._workers)
-        # All at once: no exception strikes where nothing is called.
+        # No calls from here on, so that an interrupt cannot leave half of these changes.
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
         machine.serial = serial
-        self._again, self._payload, self._done, self.waiting, self._unsent = again, payload, done, waiting, unsent
+        self._again, self._payload, self._expected = again, payload, expected
+        self.waiting, self._unsent = waiting, unsent
         return True
 
     def announce(self) -> bool:
-        """Send everybody the AGAIN; False: somebody cannot be reached."""
+        """Send all workers the AGAIN; False: a worker cannot be reached."""
         unsent, nbytes = self._unsent, sum(map(len, self._payload))
         while unsent:
             if not self._send(unsent[-1], self._again, self._payload):
@@ -126,8 +127,8 @@ class SteadyTrainer:
         return True
 
     def answer(self, peer: Peer, header: Buffer, now: float) -> bool:
-        """A message without payload has come from a worker; False if it is not the one that is waited for."""
-        if header != self._done or peer not in self.waiting:
+        """Take in a worker's message without payload; False: it is not the expected answer, and nothing was done."""
+        if header != self._expected or peer not in self.waiting:
             return False
         peer.last_seen = now
         self.waiting.remove(peer)
@@ -140,7 +141,7 @@ class SteadyTrainer:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Hand over to the machine. To be called once; this cannot be used afterwards."""
+        """Hand over to the machine, and wake the waiter. Call this once; the object cannot be used afterwards."""
         try:
             self._hand_over()
         finally:
@@ -148,19 +149,19 @@ class SteadyTrainer:
 
     def _hand_over(self) -> None:
         self._next.release()
-        if self._done:  # at least one version was published
+        if self._expected:  # at least one version was published
             waiting, unsent = self.waiting, self._unsent
             self._machine.catch_up(self.model_id, self._newest, self._workers, waiting, unsent, self._began)
         else:
             self._newest.release()
 
 
-class SteadyWorker:
-    """The steady state of one model (:meth:`asyncsync.protocol.worker.Worker.steady`).
+class WorkerFastPath:
+    """A worker's fast path for one model, if :meth:`asyncsync.protocol.worker.Worker.steady` allows it.
 
-    ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
-    reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
-    the general way finds them. ``goes_straight`` returns whether an update waits for readers only.
+    ``part`` is the part of the last update. ``slabs`` are the slab that holds it, and a second one; both are prepared
+    for this model, and this takes over the caller's references. ``window`` returns a view of the bytes that a
+    descriptor names; None: only the general path finds them. ``needs_only_gate``: see :class:`Applying`.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class SteadyWorker:
         gate: Gate,
         window: Callable[[bytes], memoryview | None],
         show: Show,
-        goes_straight: Callable[[], bool],
+        needs_only_gate: Callable[[], bool],
     ) -> None:
         assert machine.session.epoch is not None
         self._machine = machine
@@ -182,7 +183,7 @@ class SteadyWorker:
         self._gate = gate
         self._window = window
         self._show = show
-        self._goes_straight = goes_straight
+        self._needs_only_gate = needs_only_gate
         self._epoch = machine.session.epoch
         self._prefix = HEAD.pack(FIXED, Again.kind, *self._epoch)
         binding = machine.models[model_id]
@@ -191,19 +192,19 @@ class SteadyWorker:
         self._plans = self._bound.plans
         self._prepared = {slab: binding.cached(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
-        # Where another thread has applied an interrupted update, the general way acknowledges it.
+        # The callback does nothing: if another thread applies an interrupted update, the general path reports it.
         self._update = Writer(self._apply, lambda error: None)
         self._version = machine.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
-    def take(self, frames: Sequence[memoryview], now: float) -> bytes | None:
-        """Apply what an AGAIN brings, header and payload, and return the answer. None: it has to go the general way;
-        nothing was done.
+    def try_apply(self, frames: Sequence[memoryview], now: float) -> bytes | None:
+        """Apply the update of an AGAIN (its header and payload), and return the answer to send. None: nothing was done,
+        and the message must take the general path.
 
-        An exception: it cannot be done, and nothing was changed, unless copying bytes has failed; the general way is
-        next. After an interrupt half of it may be in the model, which nobody reads before the update, which is staged
-        then, has gone the general way.
+        If this raises an Exception, the message must take the general path, too; nothing was changed, unless copying
+        into the model has failed half-way. After an interrupt the model may hold half of the update. Then the update is
+        staged, and no reader enters before it is applied as a whole.
         """
         header = frames[0]
         if len(header) < _AGAIN.size or len(frames) > 2:
@@ -212,11 +213,11 @@ class SteadyWorker:
         machine, slab = self._machine, self._next
         if prefix != self._prefix or since != machine.serial or serial <= since or version <= self._version:
             return None
-        if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
+        if slab.references > 1 or self._bound.plans is not self._plans:  # receive() still copies it; the model changed
             return None
-        if not self._goes_straight():
+        if not self._needs_only_gate():
             return None
-        window = self._brought(bytes(header[_AGAIN.size :]), length, frames[1:])
+        window = self._bytes_of(bytes(header[_AGAIN.size :]), length, frames[1:])
         if window is None:
             return None
         slab.memory[:] = window
@@ -228,13 +229,13 @@ class SteadyWorker:
             raise
         except BaseException:
             self._is_interrupted = True
-            self._resume(base, version, slab)
+            self._stage_interrupted(base, version, slab)
             raise
         if not passed or not self._is_applied:
             self._version = before
             return None
         newest, holdings, model_id = self._newest, machine.holdings, self._model_id
-        # Nothing is called: no interrupt leaves half of this.
+        # No calls from here on, so that an interrupt cannot leave half of these changes.
         holdings.updates[model_id][2].references -= 1
         slab.references += 1
         self._machine.serial, machine.base, holdings.updates[model_id] = serial, base, (self._epoch, version, slab)
@@ -244,8 +245,7 @@ class SteadyWorker:
         self._newest, self._next = slab, newest
         return encode_applied(self._epoch, serial)
 
-    def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
-        """After an interrupt: what was begun is staged, and goes the general way."""
+    def _stage_interrupted(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
         machine = self._machine
         staging = Staging(
             self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
@@ -256,7 +256,7 @@ class SteadyWorker:
         machine.end_fast_path()
 
     def _apply(self) -> None:
-        """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""
+        """The gate calls this, and after an interrupt once more before any reader: then it must apply the update."""
         prepared = self._prepared[self._next]
         if prepared is None:
             return
@@ -268,8 +268,8 @@ class SteadyWorker:
         self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
         self._is_applied = True
 
-    def _brought(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:
-        """The bytes that come with an AGAIN, or which its descriptor names; None: the general way finds them."""
+    def _bytes_of(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:
+        """The bytes that came with an AGAIN, or which its descriptor names; None: only the general path finds them."""
         if not length and not descriptor and payload and len(payload[0]) == self._next.nbytes:
             return payload[0]
         if payload or length != len(descriptor) + 1:
@@ -285,7 +285,7 @@ class SteadyWorker:
         return window
 
     def end(self) -> None:
-        """Release everything; what was applied is the worker's."""
+        """Release both slabs; the worker has its own reference to the applied one."""
         self._windows = {}
         self._newest.release()
         self._next.release()

@@ -1,4 +1,4 @@
-"""The fast paths (asyncsync/bus/steady.py): what ends a worker's, and what it drops; when a sender's is taken."""
+"""The fast paths (asyncsync/bus/fast_path.py): what ends a worker's, and what it drops; when a sender's is taken."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ import pytest
 
 import asyncsync.bus.publishing as fast_path
 import asyncsync.model.update
-from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.weights.packing import SourceCache
 from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare
@@ -128,13 +128,13 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
             packet(serial=serial, since=since, version=again.version + 1)[:30],
         ]
         for one in wrong:
-            assert fast.take([one[1:]], 0.0) is None
+            assert fast.try_apply([one[1:]], 0.0) is None
         right = packet(serial=serial, since=since, version=again.version + 1)[1:]
         for payload in ([memoryview(b"")], [memoryview(b"x")] * 2):
-            assert fast.take([right, *payload], 0.0) is None
+            assert fast.try_apply([right, *payload], 0.0) is None
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
-            fast.take([unknown[1:]], 0.0)
+            fast.try_apply([unknown[1:]], 0.0)
         assert (machine.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
@@ -175,7 +175,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
     async with begun(api) as everybody:
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        take_in = link._take_the_general_way
+        take_in = link._receive_on_general_path
         interruptible(link)
 
         def taking_in(*message: Any) -> None:
@@ -187,7 +187,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
                 reader.join()
             take_in(*message)
 
-        link._take_the_general_way = taking_in
+        link._receive_on_general_path = taking_in
         interrupt_copying(monkeypatch, after=2)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
@@ -197,15 +197,15 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
 async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(api: Api) -> None:
     async with begun(api) as everybody:
         link, interrupts = link_of(everybody), [Interrupt()]
-        repeated = link._acknowledge
+        repeated = link._send_answer
         interruptible(link)
 
-        def interrupted(done: bytes, now: float) -> None:
+        def interrupted(applied: bytes) -> None:
             if interrupts:
                 raise interrupts.pop()
-            repeated(done, now)
+            repeated(applied)
 
-        link._acknowledge = interrupted
+        link._send_answer = interrupted
         with Clock(0.1):  # nothing has to be found out by a PING
             await send(everybody, 10)
         assert not interrupts
@@ -227,14 +227,14 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
         return left.pop() and desk.pool.acquire(target.layout)
 
     given = desk.machine, "policy", SourceCache(target.layout), target, acquire, peers, lambda *message: True
-    steady = SteadyTrainer(*given)
+    steady = TrainerFastPath(*given)
     piece = steady._next.export(0, 8)
     with pytest.raises(MemoryError):
         steady.publish(flat(2), 0.0)
     assert steady._next.references == 1
     steady.end()
     with pytest.raises(MemoryError):
-        SteadyTrainer(*given)
+        TrainerFastPath(*given)
     del piece
     assert (desk.pool.used, target.references) == ({target}, 1)
 
@@ -247,7 +247,7 @@ async def begin(everybody: Crew) -> Any:
     link = bare(everybody.sender).bus._link
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and link.steady is not None:
+        if value == 3 and link.fast_path is not None:
             return link
     raise AssertionError("no fast path")
 
@@ -257,7 +257,7 @@ async def test_a_status_is_right_amid_it_and_it_leaves_no_lease(api: Api) -> Non
         link = await begin(everybody)
         with held(everybody.receivers[0]):
             assert everybody.sender.status()[0].version == everybody.sender.version
-        assert not link.caught_up().leases.of
+        assert not link.end_fast_path().leases.of
 
 
 async def test_a_slot_that_a_lost_worker_may_be_reading_is_not_written(api: Api) -> None:
@@ -266,15 +266,15 @@ async def test_a_slot_that_a_lost_worker_may_be_reading_is_not_written(api: Api)
         bus = bare(everybody.sender).bus
 
         def lent() -> Any:
-            return link.caught_up().targets.models["policy"].common.slab.retain()
+            return link.end_fast_path().targets.models["policy"].common.slab.retain()
 
-        slab = bus.look(lent)
+        slab = bus.read_link(lent)
         content = bytes(slab.memory)
         for value in range(10, 16):
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
             assert bytes(slab.memory) == content
-        bus.look(slab.release)
+        bus.read_link(slab.release)
 
 
 @pytest.mark.schemes("some")
