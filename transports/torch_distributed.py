@@ -39,7 +39,7 @@ from torch import distributed
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import address_towards
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
-from asyncsync.runtime.threads import WorkThread, elsewhere, until_cancelled
+from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_in_thread
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
@@ -192,7 +192,7 @@ class StorePlace(MeetingPlace):
         return _c10d.PrefixStore(f"asyncsync/{self._name}", self._client())
 
     async def open(self) -> None:
-        await elsewhere(THREAD, self._open)
+        await run_in_thread(THREAD, self._open)
 
     def _open(self) -> None:
         if self.own is not None:
@@ -218,7 +218,7 @@ class StorePlace(MeetingPlace):
         return answer
 
     async def asked(self) -> tuple[int, str]:
-        return await until_cancelled(THREAD, self._asked)
+        return await run_in_stoppable_thread(THREAD, self._asked)
 
     def _asked(self, over: threading.Event) -> tuple[int, str]:
         while True:
@@ -228,12 +228,12 @@ class StorePlace(MeetingPlace):
                 return int(worker), key
 
     async def answer(self, key: str, answer: bytes) -> None:
-        await elsewhere(THREAD, partial(self._store.set, key, answer))
+        await run_in_thread(THREAD, partial(self._store.set, key, answer))
 
     async def end(self) -> None:
         if self.own is not None and (self._has_opened or not self.own.is_open):
             self._has_opened = False
-            await elsewhere(THREAD, self.own.close)
+            await run_in_thread(THREAD, self.own.close)
 
 
 _in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()
@@ -515,7 +515,7 @@ class PairTransport(ChunkTransport):
         if slab.nbytes <= self.pair_above:
             return None
         if self._server is None:
-            await elsewhere("asyncsync-pairs", self._serve)
+            await run_in_thread("asyncsync-pairs", self._serve)
         assert self._server is not None
         place = Place(self._server.address, secrets.token_bytes(TRANSFER_BYTES))
         self._offered[place.transfer] = slab.export(0, slab.nbytes)
@@ -561,7 +561,7 @@ class PairTransport(ChunkTransport):
         server, self._server = self._server, None
         self.close()
         if server is not None:
-            await elsewhere("asyncsync-pairs", server.close)
+            await run_in_thread("asyncsync-pairs", server.close)
 
     def close(self) -> None:
         """Close all connections; models keep the weights that they show."""

@@ -430,7 +430,7 @@ class TrainerLink(Publishing):
     def _tick(self, now: float) -> None:
         self.caught_up()
         late = now - self._timer_due
-        if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
+        if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_current():
             self._warn_of_blocking(late)
         self._revoke()
         self.machine.tick(now)

@@ -45,7 +45,7 @@ from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import call_soon, until_cancelled
+from asyncsync.runtime.threads import call_soon, run_in_stoppable_thread
 
 logger = logging.getLogger("asyncsync")
 
@@ -198,7 +198,7 @@ class MeetingPlace(ABC):
 
     async def find(self, worker: int) -> Introduction:
         """Worker: wait until a sender answers, and return the introduction to it."""
-        return Introduction.decode(await until_cancelled(THREAD, partial(self._ask, worker)))
+        return Introduction.decode(await run_in_stoppable_thread(THREAD, partial(self._ask, worker)))
 
     def _ask(self, worker: int, over: threading.Event) -> bytes:
         pause = 0.0

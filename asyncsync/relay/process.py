@@ -190,7 +190,7 @@ class EmbeddedRelay:
 
     async def _open(self, upstream: str, credentials: Callable[[], Credentials] | None) -> None:
         self._relay = Relay(upstream, self.endpoint, shared=True, credentials=credentials)
-        loop_thread.keep(self._end, True)
+        loop_thread.set_open(self._end, True)
 
     async def _end(self, timeout: float) -> None:
         relay, self._relay = self._relay, None
@@ -198,7 +198,7 @@ class EmbeddedRelay:
             try:
                 await relay.shutdown()
             finally:
-                loop_thread.keep(self._end, False)
+                loop_thread.set_open(self._end, False)
 
     def close(self) -> None:
         """Leave; may be called again."""

@@ -38,7 +38,7 @@ from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
-from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.runtime.threads import run_in_thread, settle
 from asyncsync.schemes import aio
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
 from asyncsync.schemes.scheme import Scheme
@@ -378,7 +378,7 @@ class RPCCore(RemoteCallCore):
             return calling
 
         try:
-            calling = await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            calling = await run_in_thread("asyncsync-call", begin)  # it may connect, which blocks
             await done
             failure: Exception | None = calling.value()
         except RuntimeError as error:
@@ -450,7 +450,7 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+            await run_in_thread(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
         try:
             await _called(self.actor.is_there)
         except NotConnected as error:
@@ -504,7 +504,7 @@ class ActorPlace(MeetingPlace):
     async def end(self) -> None:
         actor, self.actor = self.actor, None
         if actor is not None:
-            await elsewhere(THREAD, partial(kill, actor))
+            await run_in_thread(THREAD, partial(kill, actor))
 
     def late(self, seconds: float, worker: int | None = None) -> str:
         if worker is None:
@@ -578,7 +578,7 @@ class RayCore(RemoteCallCore):
         return ActorPlace(self.connection_info_name)
 
     async def _host(self) -> str:
-        host: str = await elsewhere(THREAD, lambda: the_ray().util.get_node_ip_address())
+        host: str = await run_in_thread(THREAD, lambda: the_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:
