@@ -36,7 +36,7 @@ from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import SourceCache, pack
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_again, encode_applied
+from asyncsync.wire.codec import AGAIN_FIELDS, FIXED_FORM, FIXED_HEAD, encode_again, encode_applied
 from asyncsync.wire.messages import Again, Buffer, Epoch, Part
 
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
@@ -45,7 +45,7 @@ Show = Callable[[Epoch, Mapping[str, Acting]], None]
 Send = Callable[[Peer, bytes, Sequence[Buffer]], bool]
 """Sends a worker a header and payload frames; False: it has not been sent."""
 
-_AGAIN = Struct(f"<{HEAD.size}s{AGAIN_FIELDS}")
+_AGAIN = Struct(f"<{FIXED_HEAD.size}s{AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the trainer has for it
 
 _is_cpu = attrgetter("is_cpu")
@@ -184,7 +184,7 @@ class SteadyWorker:
         self._show = show
         self._goes_straight = goes_straight
         self._epoch = machine.session.epoch
-        self._prefix = HEAD.pack(FIXED, Again.kind, *self._epoch)
+        self._prefix = FIXED_HEAD.pack(FIXED_FORM, Again.kind, *self._epoch)
         binding = machine.models[model_id]
         assert binding.bound is not None
         self._bound = binding.bound
