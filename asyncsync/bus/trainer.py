@@ -23,7 +23,7 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.keys import Admission, Certificate, KeyFiles
-from asyncsync.net.processes import ProcessWatch, shortage, this_process
+from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_process
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
@@ -329,7 +329,7 @@ class TrainerLink(Publishing):
                 return
             peer = self.machine.membership.routes.get(route) if self.observer.lives else None
             if isinstance(instruction, Hello):
-                self.machine.membership.shortage = shortage(self._per_worker)
+                self.machine.membership.shortage = descriptor_shortage(self._per_worker)
             self.machine.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.heard(peer.worker, instruction)

@@ -25,7 +25,7 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
-from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
+from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
 from asyncsync.net.zmq_socket import dealer
@@ -403,7 +403,7 @@ class WorkerLink(Applying, Memory):
         return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
-        return opens_memory(pid)
+        return can_open_memory_of(pid)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None

@@ -15,7 +15,7 @@ import zmq
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, need, positive
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
-from asyncsync.net.endpoint import several
+from asyncsync.net.endpoint import split_endpoints
 from asyncsync.net.keys import Credentials
 from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
@@ -56,7 +56,7 @@ class Asker:
             undo.callback(self._context.destroy, 0)
             socket = dealer(self._context)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._sender = Dialer(socket, self._receive, several(endpoint), credentials, self._crash)
+            self._sender = Dialer(socket, self._receive, split_endpoints(endpoint), credentials, self._crash)
             undo.pop_all()
 
     async def ask(self, timeout: float) -> Report:

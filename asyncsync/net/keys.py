@@ -32,7 +32,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.endpoint import check_endpoint, several
+from asyncsync.net.endpoint import check_endpoint, split_endpoints
 from asyncsync.net.zmq_socket import Context, Crash, LoopSocket, Monitor, Socket
 from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
@@ -354,7 +354,7 @@ class KeyFiles:
 def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None, *, allow_plaintext: bool) -> None:
     """:func:`check_endpoint` of the address to bind and of each to connect to. Raises ValueError, too, if keys would
     have no effect: of several addresses to connect to, one by tcp is enough."""
-    addresses = several(connect) if isinstance(connect, str) else (connect,)
+    addresses = split_endpoints(connect) if isinstance(connect, str) else (connect,)
     for one in (bind, *addresses):
         if one is not None:
             check_endpoint(one, allow_plaintext=allow_plaintext or keys is not None)

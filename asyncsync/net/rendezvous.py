@@ -39,7 +39,7 @@ import msgpack
 import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.endpoint import host_port, several, tcp_endpoint
+from asyncsync.net.endpoint import host_port, split_endpoints, tcp_endpoint
 from asyncsync.net.keys import Admission, Certificate, Credentials
 from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive, Socket, subscriber
 from asyncsync.protocol.holdings import Session
@@ -414,7 +414,7 @@ class Whereabouts(Dialer):
         if isinstance(sender, Introduction):
             super().__init__(socket, receive, (sender.endpoint,), sender.credentials, crash)
         else:
-            super().__init__(socket, receive, several(sender), credentials, crash)
+            super().__init__(socket, receive, split_endpoints(sender), credentials, crash)
 
     def why_not(self) -> str:
         """For people: why there is no connection."""

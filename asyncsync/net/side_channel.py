@@ -45,7 +45,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net.processes import owned
+from asyncsync.net.processes import closed_in_child
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Instruction
@@ -133,7 +133,7 @@ class SideChannel:
         self.open = False
         self.closed = False
         self.sent = 0
-        owned.add(self)
+        closed_in_child.add(self)
         self._loop.add_reader(connection.fileno(), self.take)
 
     def take(self) -> bool:
@@ -194,7 +194,7 @@ class SideChannel:
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
-    def disown(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: the connection is the parent's, and so is its loop."""
         self.open, self.closed = False, True
         self._socket.close()
@@ -216,7 +216,7 @@ class SideChannels:
         self._loop = asyncio.get_running_loop()
         self._socket = None if path is None else _listen(path)
         if self._socket is not None:
-            owned.add(self)
+            closed_in_child.add(self)
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -278,8 +278,8 @@ class SideChannels:
         for channel in [*self._strangers, *self.of.values()]:
             self._forget(channel)
 
-    def disown(self) -> None:
-        """In a forked child, as :meth:`SideChannel.disown`."""
+    def close_in_child(self) -> None:
+        """In a forked child, as :meth:`SideChannel.close_in_child`."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

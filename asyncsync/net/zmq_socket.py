@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from asyncsync.net.endpoint import host_port, tcp_endpoint
-from asyncsync.net.processes import owned
+from asyncsync.net.processes import closed_in_child
 from asyncsync.net.zmq_private import get, recv, send
 from asyncsync.wire.codec import MAX_FRAME
 
@@ -186,7 +186,7 @@ class BoundSocket(LoopSocket):
         super().__init__(socket, receive, crash)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.port = int(host_port(self.endpoint)[1]) if self.endpoint.startswith("tcp://") else 0
-        owned.add(self)
+        closed_in_child.add(self)
 
     def _has(self, descriptor: int) -> bool:
         found = socket.socket(fileno=descriptor)  # raises an OSError if it is none
@@ -202,7 +202,7 @@ class BoundSocket(LoopSocket):
         finally:
             found.detach()
 
-    def disown(self) -> None:
+    def close_in_child(self) -> None:
         if sys.platform != "linux":  # elsewhere no /proc tells which descriptors there are
             return
         for name in os.listdir("/proc/self/fd"):
@@ -211,7 +211,7 @@ class BoundSocket(LoopSocket):
                     os.close(int(name))
 
     def close(self, linger_ms: int = 0) -> None:
-        owned.discard(self)  # the address may be another socket's soon
+        closed_in_child.discard(self)  # the address may be another socket's soon
         super().close(linger_ms)
 
 
