@@ -347,7 +347,7 @@ class TrainerLink(Publishing):
         """Whoever may connect may ask how everything is; nothing changes with that."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
             self._socket.send((route, encode(report)))  # the asker may have left, or not read what it has asked for
-            self._socket.flushed()
+            self._socket.after_send()
         self.settle()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
@@ -495,7 +495,7 @@ class TrainerLink(Publishing):
                     departed(route, instruction)
         finally:
             if by_zmq:
-                self._socket.flushed()
+                self._socket.after_send()
         if failed:
             self.notify()
         if machine.wanted:
@@ -506,7 +506,7 @@ class TrainerLink(Publishing):
         if channel is not None and (channel.send((header, *payload)) if payload else channel.write((ALONE, header))):
             return True
         outcome = self._socket.send((peer.route, header, *payload))
-        self._socket.flushed()
+        self._socket.after_send()
         return outcome == 0
 
     def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:

@@ -279,7 +279,7 @@ class WorkerLink(Applying, Memory):
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((done,))):
             self.whereabouts.send((done,))
-            self.whereabouts.flushed()
+            self.whereabouts.after_send()
         if self.waiters:
             self.notify()
         if self.timer is None:
@@ -382,7 +382,7 @@ class WorkerLink(Applying, Memory):
                 self.whereabouts.send(frames)
                 by_zmq = True
         if by_zmq:
-            self.whereabouts.flushed()
+            self.whereabouts.after_send()
         # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
         yield_core()

@@ -75,7 +75,7 @@ class Asker:
                     self._silent_since = self._loop.time()
                     self._sender.go_on()
                 sent = self._sender.send((inquiry,)) == 0
-                self._sender.flushed()
+                self._sender.after_send()
                 pause = ASK_AGAIN_SECONDS if sent else 0.05
                 remaining = deadline - self._loop.time()
                 if remaining <= 0:

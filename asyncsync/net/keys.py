@@ -428,7 +428,7 @@ class Admission:
             self._refuse("a key that is not listed", who)
         status, user = (b"400", b"") if client is None else (b"200", key)
         self._socket.send((route, b"", VERSION, request, status, b"", user, b""))
-        self._socket.flushed()
+        self._socket.after_send()
 
     def _failed(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
