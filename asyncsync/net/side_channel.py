@@ -117,7 +117,7 @@ class SideChannel:
     ``connection`` does not block; :meth:`close` closes it. The side channels of one loop may share the ``buffer``.
     ``ended`` is called when the other side has closed the side channel, or it has broken; ``receive`` with each packet,
     a view that is good for the time of the call. :meth:`send` may be called once it is ``open``: both sides have
-    introduced themselves; ``sent`` counts that.
+    introduced themselves.
     """
 
     receive: Receive
@@ -132,7 +132,6 @@ class SideChannel:
         self._loop = asyncio.get_running_loop()
         self.open = False
         self.closed = False
-        self.sent = 0
         closed_in_child.add(self)
         self._loop.add_reader(connection.fileno(), self.take)
 
@@ -172,10 +171,7 @@ class SideChannel:
         # Of header and payload frames, each takes its length and at most four bytes more.
         if len(frames) > MAX_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
             return False
-        if not self.write(join(frames)):
-            return False
-        self.sent += 1
-        return True
+        return self.write(join(frames))
 
     def write(self, buffers: Sequence[Buffer]) -> bool:
         """Send a packet, in these pieces; False if it has not been sent."""

@@ -140,7 +140,7 @@ async def test_a_full_side_channel_and_a_large_message_are_left_to_somebody_else
     sent = 0
     while a.channel.send([bytes(30_000)]):
         sent += 1
-    assert a.channel.sent == sent > 1
+    assert sent > 1
     await until(lambda: len(b.heard) == sent)
     assert a.channel.send([bytes(30_000)])  # there is room again
 
