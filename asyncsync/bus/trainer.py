@@ -25,7 +25,7 @@ from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, s
 from asyncsync.net.keys import Admission, Certificate, KeyFiles
 from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_process
 from asyncsync.net.rendezvous import Introductions
-from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, NO_PAYLOAD, Receive, SideChannels, decode_packet, split_packet
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
 from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
 from asyncsync.protocol.settings import Settings
@@ -389,10 +389,10 @@ class TrainerLink(Publishing):
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         steady = self.steady
-        if steady is not None and packet[:1] == ALONE and steady.answer(peer, packet[1:], self.loop.time()):
+        if steady is not None and packet[:1] == NO_PAYLOAD and steady.answer(peer, packet[1:], self.loop.time()):
             return
         try:
-            instruction, _ = read(split(packet))
+            instruction, _ = decode_packet(split_packet(packet))
             self.caught_up()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.lives:
@@ -503,7 +503,9 @@ class TrainerLink(Publishing):
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
-        if channel is not None and (channel.send((header, *payload)) if payload else channel.write((ALONE, header))):
+        if channel is not None and (
+            channel.send((header, *payload)) if payload else channel.write((NO_PAYLOAD, header))
+        ):
             return True
         outcome = self._socket.send((peer.route, header, *payload))
         self._socket.after_send()

@@ -27,7 +27,7 @@ from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect_side_channel, decode_packet, split_packet
 from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
@@ -177,11 +177,11 @@ class WorkerLink(Applying, Memory):
 
     def _receive_packet(self, packet: memoryview) -> None:
         try:
-            frames = split(packet)
+            frames = split_packet(packet)
         except ProtocolError as error:
             self.drop(error, "the sender")
             return
-        self._take_in(frames, read)
+        self._take_in(frames, decode_packet)
 
     def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
         """Take in a message: the fast way if that is on, and can."""
@@ -315,7 +315,7 @@ class WorkerLink(Applying, Memory):
     def _open_side_channel(self) -> None:
         path = side_channel_path(self.whereabouts.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
+            self.side_channel = connect_side_channel(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
     def _watch_trainer(self) -> None:
         """Know at once when a co-located trainer dies; workers then wait for its successor."""
