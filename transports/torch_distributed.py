@@ -217,7 +217,7 @@ class StorePlace(MeetingPlace):
             raise NotConnected(str(error)) from error
         return answer
 
-    async def asked(self) -> tuple[int, str]:
+    async def next_question(self) -> tuple[int, str]:
         return await run_in_stoppable_thread(THREAD, self._asked)
 
     def _asked(self, over: threading.Event) -> tuple[int, str]:

@@ -384,7 +384,7 @@ class BusCore:
                 worker,
                 self._settings(),
                 self.gate,
-                None if self.keys is None else partial(self.keys.receiver, worker),
+                None if self.keys is None else partial(self.keys.read_for_receiver, worker),
                 monitoring=self.monitoring.here,
                 find=self.find_sender,
             )

@@ -101,11 +101,11 @@ class TrainerLink(Publishing):
             if keyed:
                 self.admission = Admission(self.context, Certificate.draw(), self.crash)
             elif keys is not None:
-                server, listed = keys.sender()
+                server, listed = keys.read_for_sender()
                 self.admission = Admission(self.context, server, self.crash, listed)
             if self.admission is not None:
                 undo.callback(self.admission.close)
-                self.admission.guard(socket)
+                self.admission.protect(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
@@ -123,7 +123,7 @@ class TrainerLink(Publishing):
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Let workers subscribe, beside this address. They can do without."""
-        protect = (lambda socket: None) if self.admission is None else self.admission.guard
+        protect = (lambda socket: None) if self.admission is None else self.admission.protect
         try:
             self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
         except zmq.ZMQError as error:
@@ -335,7 +335,7 @@ class TrainerLink(Publishing):
                 self.observer.heard(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.at(route)):
                 assert self.admission is not None
-                self.admission.take(new.worker, key)
+                self.admission.assign(new.worker, key)
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
@@ -366,7 +366,7 @@ class TrainerLink(Publishing):
     def _revoke(self) -> None:
         if self.admission is None:
             return
-        for worker in self.admission.revoked(self.machine.peers):
+        for worker in self.admission.pop_revoked(self.machine.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())

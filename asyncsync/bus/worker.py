@@ -26,7 +26,7 @@ from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_process
-from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
+from asyncsync.net.rendezvous import Find, Introduction, SenderConnection
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect_side_channel, decode_packet, split_packet
 from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.settings import Settings
@@ -89,7 +89,7 @@ class WorkerLink(Applying, Memory):
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, told = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_cast
-            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
+            self.whereabouts = SenderConnection(socket, *receive, sender, session, credentials, find, told, self.crash)
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()

@@ -71,9 +71,9 @@ class Asker:
             while True:
                 if self._failure is not None:
                     raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
-                if self._sender.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                if self._sender.has_other_endpoints and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
                     self._silent_since = self._loop.time()
-                    self._sender.go_on()
+                    self._sender.try_next_endpoint()
                 sent = self._sender.send((inquiry,)) == 0
                 self._sender.after_send()
                 pause = ASK_AGAIN_SECONDS if sent else 0.05

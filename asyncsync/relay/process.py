@@ -184,7 +184,7 @@ class EmbeddedRelay:
 
     def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
         self.endpoint = draw_endpoint()
-        credentials = None if keys is None else partial(keys.receiver, 0)
+        credentials = None if keys is None else partial(keys.read_for_receiver, 0)
         self._relay: Relay | None = None
         loop_thread.run(partial(self._open, upstream, credentials))
 

@@ -494,7 +494,7 @@ class ActorPlace(MeetingPlace):
             raise NotConnected(str(error)) from error
         raise NotConnected("there is no answer yet")
 
-    async def asked(self) -> tuple[int, int]:
+    async def next_question(self) -> tuple[int, int]:
         worker: int = await _called(self.actor.asked)
         return worker, worker
 
@@ -506,7 +506,7 @@ class ActorPlace(MeetingPlace):
         if actor is not None:
             await run_in_thread(THREAD, partial(kill, actor))
 
-    def late(self, seconds: float, worker: int | None = None) -> str:
+    def timeout_text(self, seconds: float, worker: int | None = None) -> str:
         if worker is None:
             late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
         else:
