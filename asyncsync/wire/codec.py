@@ -92,8 +92,6 @@ def _decode_msgpack(header: Buffer) -> Instruction:
         if len(header) > _SMALL_HEADER:
             check_structure(header, max_depth=8, max_items=MAX_VALUES)
         raw = msgpack.unpackb(header, object_pairs_hook=_without_duplicates, max_ext_len=0)
-    except ProtocolError:
-        raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {excerpt(str(error))}") from error
     if not isinstance(raw, list) or len(raw) < 2:
