@@ -55,7 +55,9 @@ OWN_THREADS = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end
 class LoopThread:
     """One loop in one daemon thread, which ends when there is neither a call nor an open bus."""
 
-    loop: asyncio.AbstractEventLoop  # set before ``is_running``
+    # Set before ``is_running``:
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
 
     def __init__(self) -> None:
         self.calls: set[Call] = set()  # that have begun and not ended
@@ -66,7 +68,6 @@ class LoopThread:
         self.end = asyncio.Event()
         self._claim = threading.Lock()  # held by the first thread that executes _run
         self._failure: Exception | None = None
-        self.thread: threading.Thread | None = None
         self._started = threading.Lock()
         self._started.acquire()
 
@@ -122,10 +123,6 @@ class LoopThread:
             return
         _unset_current(self)
         self.end.set()
-
-    def join(self, timeout: float = CLEANUP_SECONDS) -> None:
-        if self.thread is not None:
-            join(self.thread, timeout)
 
 
 class Call:
@@ -259,7 +256,7 @@ def _begin(call: Call) -> None:
 def is_current() -> bool:
     """Whether the caller runs on the loop's own thread."""
     thread = _current
-    return thread is not None and thread.thread is threading.current_thread()
+    return thread is not None and thread.is_running and thread.thread is threading.current_thread()
 
 
 def check_exit() -> None:
@@ -293,7 +290,7 @@ def run(make: Make[T]) -> T:
         raise
     finally:
         if call.done and call.thread is not None and call.thread.end.is_set():  # it was the last call
-            call.thread.join()
+            join(call.thread.thread, CLEANUP_SECONDS)
         del call  # it refers to an exception, which refers to this frame
 
 
@@ -347,7 +344,7 @@ def _exit() -> None:
             call.cancel()
         thread.is_ending = True
         call_soon(thread.loop, thread.end.set)
-        thread.join(EXIT_SECONDS)
+        join(thread.thread, EXIT_SECONDS)
 
 
 _ended_daemons: set[threading.Thread] = set()  # the user's daemon threads that raise SystemExit in a call
