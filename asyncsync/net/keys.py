@@ -117,8 +117,7 @@ class Certificate:
         return cls(*zmq.curve_keypair(), workers)
 
     def configure_server(self, socket: Socket) -> None:
-        """Before the socket is bound: accept only encrypted connections that a ZAP handler admits; without a handler,
-        none."""
+        """Before the socket is bound: accept only connections that are encrypted and that a ZAP handler admits."""
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
@@ -477,9 +476,8 @@ class Admission:
         self._holders[worker] = key
 
     def pop_revoked(self, present: Container[int]) -> list[int]:
-        """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers.
-        ``present``: the workers and guests that are connected. The places of absent guests are freed too, because each
-        guest draws a new index."""
+        """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers. Also
+        free the places of guests that are not ``present``, because each guest draws a new index."""
         if self.listed is None:
             return []
         self.listed.refresh()

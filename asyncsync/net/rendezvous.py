@@ -100,10 +100,8 @@ class Introduction:
 
 class Introductions:
     """A sender's introductions. ``introductions(worker)`` makes one, and returns the same one if the worker asks again.
-
-    At most ``limit`` of them are valid. A further one replaces that of the worker, among those that are not in
-    ``present``, that has not asked for the longest time. That worker gets a new one if it asks again.
-    """
+    ``present`` has the workers that are connected. Beyond ``limit``, a new introduction voids that of the absent worker
+    that has not asked for the longest time. That worker gets a new one if it asks again."""
 
     def __init__(self, endpoint: str, admission: Admission, present: Container[int], limit: int = MAX_PEERS) -> None:
         self.endpoint, self.admission = endpoint, admission
@@ -222,9 +220,8 @@ class Dialer(LoopSocket):
     """A socket that connects to the first of some endpoints, and connects again after each failure.
 
     ``credentials`` reads the keys for tcp endpoints before each attempt; None: no keys. ``attempt`` chooses the first
-    of several server keys.
-
-    Raises NotConnected if the credentials cannot be read, or the endpoint is no address; the socket is closed then.
+    of several server keys. Raises NotConnected if the credentials cannot be read, or the endpoint is no address; the
+    socket is closed then.
 
     Attributes:
         endpoint: to which the socket connects.
@@ -274,8 +271,7 @@ class Dialer(LoopSocket):
 
     @property
     def _uses_keys(self) -> bool:
-        """Whether this endpoint is connected to with keys. An ipc path needs none, because its file permissions keep it
-        private."""
+        """Whether keys protect this endpoint. An ipc path needs none: its file permissions keep it private."""
         return self._keys is not None and self.endpoint.startswith("tcp:")
 
     def _dial(self) -> None:
@@ -378,7 +374,6 @@ class Dialer(LoopSocket):
             self._redial_later()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._monitor is not None:
@@ -427,7 +422,6 @@ class SenderConnection(Dialer):
             super().__init__(socket, receive, split_endpoints(sender), credentials, crash)
 
     def why_not_connected(self) -> str:
-        """For users."""
         return self.why or f"no sender answers at {self.endpoint}; check that it is connecting, with the same endpoint"
 
     def is_away(self, now: float) -> bool:
@@ -465,8 +459,7 @@ class SenderConnection(Dialer):
             logger.warning("no fan-out, so this worker gets its own copy: %s", error)
 
     def drain_fanout(self) -> None:
-        """Receive the messages to all subscribers that have arrived: they were sent before the message that the caller
-        will handle next."""
+        """Receive what has arrived for all subscribers: it was sent before the message that the caller handles next."""
         if self._subscribed is not None:
             self._subscribed.drain()
 

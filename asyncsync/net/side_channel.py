@@ -198,8 +198,7 @@ class SideChannel:
 
 
 class SideChannels:
-    """The sender's end: a listening socket, and in ``of`` the side channels of the workers that introduced themselves,
-    by nonce.
+    """The sender's end: a listening socket, and in ``of``, by nonce, the side channels that introduced themselves.
 
     ``introduce`` takes a receiver's nonce, and returns the function to call with its packets, or None to turn it away.
     Without a ``path``, or if no socket can be created there, no receiver connects.

@@ -13,9 +13,8 @@ call then end silently, by SystemExit.
 
 A daemon thread that the interpreter stops inside torch aborts the process ("terminate called without an active
 exception"), and freeing a tensor is enough for that. So the exit waits, for at most a second, for the package's own
-threads that are about to end, and for the user's daemon threads whose calls it has ended: their frames are unwound
-meanwhile, which frees their tensors. A daemon thread that makes a call after that sleeps until the interpreter stops
-it.
+threads that are about to end, and for the user's daemon threads whose calls it has ended, until their frames are
+unwound and so have freed their tensors. A daemon thread that makes a call later sleeps until the interpreter stops it.
 
 A call from the loop's own thread would wait for itself, and is refused. An exception (Ctrl-C, a signal handler's) may
 strike a caller between any two lines of any function here, and the handler may call any of them. Therefore the loop's

@@ -1,18 +1,14 @@
 """Daemon threads for large copies and blocking native calls, and the waits between threads and event loops.
 
 The threads are our own, because the executor threads of anyio and asyncio keep the interpreter alive while a native
-call is stuck.
-
-Every blocking wait here returns to Python often enough for Ctrl-C. An :class:`Interruption` lets another thread end
-one::
+call is stuck. Ctrl-C can end every blocking wait here, and another thread can end one by an :class:`Interruption`::
 
     interruption = Interruption()
     with interrupted_by(interruption):       # in the waiting thread
         MultiAsyncCollector(...)
     interruption.interrupt()                 # in any other thread: cancels the current wait, or else the next one
 
-Clean-up must run to its end, so it runs in ``with interrupted_by(None): ...``. A process that starts must not be
-interrupted by Ctrl-C either: :func:`sigint_blocked`.
+Clean-up must run to its end, so it runs in ``with interrupted_by(None): ...``.
 """
 
 from __future__ import annotations
@@ -53,8 +49,8 @@ def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = No
 
 
 def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """Wait until a future has a result or an exception, or is cancelled. Returns False if it has none of them after
-    ``timeout`` seconds; None: no limit."""
+    """Wait until a future is done, however it ends. Returns False if it is not after ``timeout`` seconds; None: no
+    limit."""
     # A plain lock, because an exception that strikes inside a Condition may leave it locked. The thread that completes
     # the future would then wait for ever.
     done = threading.Lock()
@@ -191,7 +187,6 @@ class WorkThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     def _run(self) -> None:
