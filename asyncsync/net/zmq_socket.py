@@ -95,14 +95,18 @@ class LoopSocket:
         self._scheduled: asyncio.Handle | None = None
         self._draining = False
         self._closed = False
-        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
         self._schedule()
 
     def _schedule(self) -> None:
         if self._scheduled is None and not self._closed and not self._loop.is_closed():
-            self._scheduled = self._loop.call_soon(self._drain)
+            self._scheduled = self._loop.call_soon(self.drain)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Receive the messages that have arrived, as far as DRAIN_SECONDS allow. Does nothing within a callback of this
+        socket."""
+        if self._draining or self._closed:
+            return
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
@@ -134,11 +138,6 @@ class LoopSocket:
             raise
         finally:
             self._draining = False
-
-    def drain(self) -> None:
-        """Receive all messages that have arrived. Does nothing within a callback of this socket."""
-        if not self._draining and not self._closed:
-            self._drain()
 
     def send(self, frames: Sequence[Any], *, copied: bool = False) -> int:
         """Send a message without waiting. Call :meth:`after_send` after one or more. Frames that are not bytes are sent
