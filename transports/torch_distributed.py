@@ -38,7 +38,7 @@ from torch import distributed
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import address_towards
-from asyncsync.net.rendezvous import THREAD, MeetingPlace
+from asyncsync.net.rendezvous import MEETING_THREAD, MeetingPlace
 from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_in_thread
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
@@ -192,7 +192,7 @@ class StorePlace(MeetingPlace):
         return _c10d.PrefixStore(f"asyncsync/{self._name}", self._client())
 
     async def open(self) -> None:
-        await run_in_thread(THREAD, self._open)
+        await run_in_thread(MEETING_THREAD, self._open)
 
     def _open(self) -> None:
         if self.own is not None:
@@ -218,7 +218,7 @@ class StorePlace(MeetingPlace):
         return answer
 
     async def next_question(self) -> tuple[int, str]:
-        return await run_in_stoppable_thread(THREAD, self._asked)
+        return await run_in_stoppable_thread(MEETING_THREAD, self._asked)
 
     def _asked(self, over: threading.Event) -> tuple[int, str]:
         while True:
@@ -228,12 +228,12 @@ class StorePlace(MeetingPlace):
                 return int(worker), key
 
     async def answer(self, key: str, answer: bytes) -> None:
-        await run_in_thread(THREAD, partial(self._store.set, key, answer))
+        await run_in_thread(MEETING_THREAD, partial(self._store.set, key, answer))
 
     async def end(self) -> None:
         if self.own is not None and (self._has_opened or not self.own.is_open):
             self._has_opened = False
-            await run_in_thread(THREAD, self.own.close)
+            await run_in_thread(MEETING_THREAD, self.own.close)
 
 
 _in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()

@@ -42,7 +42,7 @@ import zmq
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, split_endpoints, tcp_endpoint
 from asyncsync.net.keys import Admission, Certificate, Credentials
-from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive, Socket, subscriber
+from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, ReceiveFrames, Socket, subscriber
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
 from asyncsync.runtime.asyncio_private import running_loop
@@ -51,7 +51,7 @@ from asyncsync.runtime.threads import call_soon, run_in_stoppable_thread
 logger = logging.getLogger("asyncsync")
 
 KEY_LENGTH = 40
-THREAD = "asyncsync-meeting"
+MEETING_THREAD = "asyncsync-meeting"
 ENDING_SECONDS = 2.0
 FIRST_QUESTION_PAUSE, LONGEST_QUESTION_PAUSE = 0.05, 0.5
 
@@ -200,7 +200,7 @@ class MeetingPlace(ABC):
 
     async def find(self, worker: int) -> Introduction:
         """Worker: wait until a sender answers, and return the introduction to it."""
-        return Introduction.decode(await run_in_stoppable_thread(THREAD, partial(self._ask, worker)))
+        return Introduction.decode(await run_in_stoppable_thread(MEETING_THREAD, partial(self._ask, worker)))
 
     def _ask(self, worker: int, over: threading.Event) -> bytes:
         pause = 0.0
@@ -234,7 +234,7 @@ class Dialer(LoopSocket):
     def __init__(
         self,
         socket: Socket,
-        receive: Receive,
+        receive: ReceiveFrames,
         endpoints: Sequence[str],
         credentials: ReadKeys | None,
         crash: Crash,
@@ -397,8 +397,8 @@ class SenderConnection(Dialer):
     def __init__(
         self,
         socket: Socket,
-        receive: Receive,
-        receive_cast: Receive,
+        receive: ReceiveFrames,
+        receive_cast: ReceiveFrames,
         sender: str | Introduction,
         session: Session,
         credentials: ReadKeys | None,
@@ -450,11 +450,12 @@ class SenderConnection(Dialer):
         if not port:
             return
         try:
-            socket, address = subscriber(self._socket.context), tcp_endpoint(host_port(self.endpoint)[0], port)
+            socket = subscriber(self._socket.context)
             for topic in (b"", self._session.nonce):  # b"": all messages
                 socket.subscribe(topic)
-            about = (address,), self._credentials, self._crash, self._attempt
-            self._subscribed = Dialer(socket, self._receive_cast, *about)
+            addresses = (tcp_endpoint(host_port(self.endpoint)[0], port),)
+            credentials, crash = self._credentials, self._crash
+            self._subscribed = Dialer(socket, self._receive_cast, addresses, credentials, crash, self._attempt)
         except (zmq.ZMQError, NotConnected) as error:
             logger.warning("no fan-out, so this worker gets its own copy: %s", error)
 

@@ -48,6 +48,7 @@ from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.processes import closed_in_child
+from asyncsync.net.zmq_socket import Crash
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Instruction
@@ -59,7 +60,7 @@ BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     | {messages.Fetch, messages.Staged, messages.Applied, messages.Failed, messages.Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
-MAX_FRAMES = 255
+MAX_PACKET_FRAMES = 255
 NO_PAYLOAD = b"\0"  # the number of payload frames; a packet without payload is this byte and the header
 INTRODUCTION = b"asyncsync side channel 1:"
 GREETING = b"asyncsync side channel 1!"
@@ -71,11 +72,10 @@ MAX_DRAINED = 10_000
 _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
-Crash = Callable[[BaseException], None]
 
 
 def join_packet(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of the packet of a message, which has a header and up to :data:`MAX_FRAMES` payload frames."""
+    """The buffers of the packet of a message, which has a header and up to :data:`MAX_PACKET_FRAMES` payload frames."""
     header, *payload = frames
     if not payload:
         return [NO_PAYLOAD, header]
@@ -170,7 +170,7 @@ class SideChannel:
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message in one packet. Returns False if the message is too large, or was not sent."""
         # Each frame takes its own length and at most four bytes more.
-        if len(frames) > MAX_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
+        if len(frames) > MAX_PACKET_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
             return False
         return self.write(join_packet(frames))
 

@@ -43,7 +43,7 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL |
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
-Receive = Callable[[list[Any]], None]
+ReceiveFrames = Callable[[list[Any]], None]
 Crash = Callable[[BaseException], None]
 
 
@@ -86,7 +86,7 @@ class LoopSocket:
     ``crash`` with an exception that ``receive`` raises. The caller binds or connects the socket; :meth:`close` closes
     it."""
 
-    def __init__(self, socket: Socket, receive: Receive, crash: Crash) -> None:
+    def __init__(self, socket: Socket, receive: ReceiveFrames, crash: Crash) -> None:
         self._socket = socket
         self._receive = receive
         self._crash = crash
@@ -182,7 +182,7 @@ class BoundSocket(LoopSocket):
     with no other socket.
     """
 
-    def __init__(self, socket: Socket, receive: Receive, crash: Crash) -> None:
+    def __init__(self, socket: Socket, receive: ReceiveFrames, crash: Crash) -> None:
         super().__init__(socket, receive, crash)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.port = int(host_port(self.endpoint)[1]) if self.endpoint.startswith("tcp://") else 0

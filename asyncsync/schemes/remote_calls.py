@@ -37,7 +37,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
-from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
+from asyncsync.net.rendezvous import MEETING_THREAD, Introduction, MeetingPlace
 from asyncsync.runtime.threads import run_in_thread, settle
 from asyncsync.schemes import aio
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
@@ -450,7 +450,8 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            await run_in_thread(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+            # The actor is this sender's, also if it is cancelled meanwhile.
+            await run_in_thread(MEETING_THREAD, self._start)
         try:
             await _called(self.actor.is_there)
         except NotConnected as error:
@@ -504,7 +505,7 @@ class ActorPlace(MeetingPlace):
     async def end(self) -> None:
         actor, self.actor = self.actor, None
         if actor is not None:
-            await run_in_thread(THREAD, partial(kill, actor))
+            await run_in_thread(MEETING_THREAD, partial(kill, actor))
 
     def timeout_text(self, seconds: float, worker: int | None = None) -> str:
         if worker is None:
@@ -578,7 +579,7 @@ class RayCore(RemoteCallCore):
         return ActorPlace(self.connection_info_name)
 
     async def _host(self) -> str:
-        host: str = await run_in_thread(THREAD, lambda: the_ray().util.get_node_ip_address())
+        host: str = await run_in_thread(MEETING_THREAD, lambda: the_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:

@@ -18,8 +18,8 @@ from asyncsync.net.endpoint import EndpointLock
 from asyncsync.net.side_channel import (
     BY_SIDE_CHANNEL,
     INTRODUCTION,
-    MAX_FRAMES,
     MAX_PACKET,
+    MAX_PACKET_FRAMES,
     MAX_STRANGERS,
     SideChannel,
     SideChannels,
@@ -46,7 +46,7 @@ def crash(error: BaseException) -> None:
 # -- packets -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.binary(min_size=1, max_size=300), st.lists(st.binary(max_size=300), max_size=MAX_FRAMES))
+@given(st.binary(min_size=1, max_size=300), st.lists(st.binary(max_size=300), max_size=MAX_PACKET_FRAMES))
 def test_a_packet_brings_the_frames_that_were_put_into_it(header: bytes, payload: list[bytes]) -> None:
     message = [header, *payload]
     assert [bytes(frame) for frame in split_packet(packet(message))] == message
@@ -136,7 +136,7 @@ async def test_draining_takes_in_at_once_what_has_come(ends: tuple[End, End]) ->
 async def test_a_full_side_channel_and_a_large_message_are_left_to_somebody_else(ends: tuple[End, End]) -> None:
     a, b = ends
     assert not a.channel.send([bytes(MAX_PACKET)])
-    assert not a.channel.send([b"x"] * (MAX_FRAMES + 2))
+    assert not a.channel.send([b"x"] * (MAX_PACKET_FRAMES + 2))
     sent = 0
     while a.channel.send([bytes(30_000)]):
         sent += 1
