@@ -81,8 +81,7 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
 
 
 def split_endpoints(endpoints: str) -> tuple[str, ...]:
-    """The addresses in ``"tcp://a:5555,tcp://b:5555"``, each once. A worker connects to the next one if it does not
-    reach a sender at one of them."""
+    """The addresses in ``"tcp://a:5555,tcp://b:5555"``, each once. A worker tries the next one if one has no sender."""
     return tuple(dict.fromkeys(re.split(r"\s*,\s*(?=\w+://)", endpoints)))
 
 
@@ -146,8 +145,7 @@ def private_directory(endpoint: str) -> Path | None:
 
 
 def is_trustworthy(endpoint: str) -> bool:
-    """Whether the endpoint's private directory, if it has one, belongs to this user. After the owner's crash, another
-    user may have created it again."""
+    """False if the endpoint's private directory is gone, or another user created it again after its owner's crash."""
     private = private_directory(endpoint)
     if private is None:
         return True

@@ -193,8 +193,7 @@ def check_writers(path: str, mode: int) -> None:
 
 
 def write_new(files: Sequence[tuple[Path, str]], *, mode: int) -> None:
-    """Write these files in this order, each completely or not at all. Raises FileExistsError if a file exists, and does
-    not change that file."""
+    """Write these files in order, each completely or not at all. Raises FileExistsError instead of replacing one."""
     for path, text in files:
         with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:  # with mode 0600
             file.write(text)
@@ -234,8 +233,7 @@ class ClientList:
             logger.warning("no client is listed in %s: no worker can connect until it has a NAME.key", directory)
 
     def refresh(self, pause: float = REFRESH_SECONDS) -> bool:
-        """Read what has changed, unless the last refresh was less than ``pause`` seconds ago. Returns whether the list
-        has changed."""
+        """Read changed files, unless the last refresh is less than ``pause`` seconds old. True: the list differs."""
         if time.monotonic() < self.refreshed_at + max(pause, self._pause):
             return False
         began = time.thread_time()  # does not count waiting for the disk or for another thread

@@ -147,8 +147,7 @@ class MeetingPlace(ABC):
 
     @abstractmethod
     async def next_question(self) -> tuple[int, Any]:
-        """Sender: wait for the next question. Returns the worker that asks, and the key for the answer. Raises
-        RuntimeError if the place has ended."""
+        """Sender: wait for the next question; return its worker, and a key for the answer. Raises as :meth:`answer`."""
 
     @abstractmethod
     async def answer(self, key: Any, answer: bytes) -> None:

@@ -83,8 +83,7 @@ def subscriber(context: Context) -> Socket:
 
 class LoopSocket:
     """A ZeroMQ socket served by callbacks of the running loop. ``receive`` is called with the frames of each message,
-    ``crash`` with an exception that ``receive`` raises. The caller binds or connects the socket; :meth:`close` closes
-    it."""
+    ``crash`` with what ``receive`` raises. The caller binds or connects the socket; :meth:`close` closes it."""
 
     def __init__(self, socket: Socket, receive: ReceiveFrames, crash: Crash) -> None:
         self._socket = socket
@@ -103,8 +102,7 @@ class LoopSocket:
             self._scheduled = self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Receive the messages that have arrived, as far as DRAIN_SECONDS allow. Does nothing within a callback of this
-        socket."""
+        """Receive messages that have arrived, for DRAIN_SECONDS at most. Does nothing in a callback of this socket."""
         if self._draining or self._closed:
             return
         if self._scheduled is not None:

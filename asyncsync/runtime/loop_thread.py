@@ -294,8 +294,7 @@ def run(make: Make[T]) -> T:
 
 
 async def run_async(make: Make[T]) -> T:
-    """:func:`run` for a coroutine of any loop. If the caller is cancelled, this cancels the coroutine, and raises when
-    the coroutine has ended."""
+    """:func:`run` for a coroutine of any loop. Cancelling this cancels the coroutine, and raises when it has ended."""
     if is_current():
         return await make()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -49,10 +49,8 @@ def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = No
 
 
 def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """Wait until a future is done, however it ends. Returns False if it is not after ``timeout`` seconds; None: no
-    limit."""
-    # A plain lock, because an exception that strikes inside a Condition may leave it locked. The thread that completes
-    # the future would then wait for ever.
+    """Wait until a future is done, however it ends. Returns False after ``timeout`` seconds; None: no limit."""
+    # A plain lock: an exception that strikes inside a Condition may leave it locked, and block the future's thread.
     done = threading.Lock()
     done.acquire()
     future.add_done_callback(lambda _: done.release())

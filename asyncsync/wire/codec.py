@@ -64,9 +64,8 @@ def encode(instruction: Instruction) -> bytes:
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
-    """Decode a message of an untrusted peer into an instruction and its payload frames. Raises LimitExceeded if it has
-    too many frames or values, is too large or nested too deep; ProtocolError for anything else that no correct peer
-    sends."""
+    """Decode a message of an untrusted peer into an instruction and its payload frames. Raises LimitExceeded for too
+    many frames, bytes, values or levels, and ProtocolError for all else that no correct peer sends."""
     if not frames:
         raise ProtocolError("an empty message")
     if len(frames) > MAX_FRAMES:

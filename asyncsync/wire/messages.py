@@ -383,8 +383,7 @@ class Staged(Instruction, kind=8):
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction, kind=9):
-    """``serial``: in the short form (:meth:`short_form`), the serial of the UPDATE whose one part is applied; 0: see
-    ``versions``."""
+    """``serial``, in the short form (:meth:`short_form`): of the UPDATE whose one part is applied; else 0."""
 
     epoch: Epoch
     versions: dict[str, int]
@@ -713,8 +712,7 @@ def _can_travel(value: Any) -> bool:
 
 
 def check_metadata(raw: Any) -> bytes:
-    """Return the metadata of an UPDATE. Raises LimitExceeded or ProtocolError if :func:`encode_metadata` cannot have
-    made it."""
+    """Raises LimitExceeded or ProtocolError for metadata that :func:`encode_metadata` would not make."""
     if type(raw) is not bytes:
         raise ProtocolError(f"expected metadata as bytes, not {excerpt(raw)}")
     if len(raw) > MAX_METADATA:
