@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Relaying, Worker
-from asyncsync.runtime.threads import finish, yield_core
+from asyncsync.runtime.threads import finish
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
@@ -385,7 +386,7 @@ class WorkerLink(Applying, Memory):
             self.whereabouts.after_send()
         # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
-        yield_core()
+        os.sched_yield()
 
     # -- where slabs come from ---------------------------------------------------------------------------------------
 

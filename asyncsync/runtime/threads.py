@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-import os
 import queue
 import signal
 import threading
@@ -34,8 +33,6 @@ T = TypeVar("T")
 # The main thread handles a signal when the system call that it waits in returns. A signal that arrives just before the
 # wait, or in another thread, does not end that call. So no single wait is longer than this.
 SIGNAL_CHECK_SECONDS = 0.1
-yield_core = os.sched_yield
-"""Let another thread that waits for this core run first. It costs nothing when no thread waits."""
 
 
 def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
