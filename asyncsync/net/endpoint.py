@@ -47,9 +47,8 @@ def draw_endpoint() -> str:
 
 
 def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
-    """Return the address, unless it cannot work or is not safe. Raises ValueError, which names the problem and the
-    remedy. ``allow_plaintext``: accept an address that other hosts can reach, as callers also do if the bus has keys.
-    """
+    """Return the address, unless it cannot work or is not safe: then raise ValueError, which names the problem and the
+    remedy. ``allow_plaintext`` accepts an address that other hosts can reach. It is also for a bus that has keys."""
     if endpoint == INTRODUCED:
         return endpoint
     if not isinstance(endpoint, str):
