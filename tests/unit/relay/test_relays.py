@@ -482,7 +482,7 @@ def above(keys: Path, name: str) -> Callable[[], Any]:
     """The credentials of a relay of this name."""
     files = KeyFiles.given(keys / "server.key", None, keys / "client_secrets" / f"{name}.key_secret")
     assert files is not None
-    return partial(files.receiver, 0)
+    return partial(files.read_for_receiver, 0)
 
 
 async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
