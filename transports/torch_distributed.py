@@ -206,11 +206,11 @@ class StorePlace(MeetingPlace):
             _in_groups[self._name] = self
         self._store = self._visit()
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         store, key = self._visit(), secrets.token_hex(8)
         try:
             store.queue_push(QUESTIONS, f"{worker} {key}")
-            _look_for(key, store, over, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
+            _look_for(key, store, stop, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
             answer: bytes = store.get(key)
             store.delete_key(key)
         except RuntimeError as error:
@@ -220,9 +220,9 @@ class StorePlace(MeetingPlace):
     async def next_question(self) -> tuple[int, str]:
         return await run_in_stoppable_thread(MEETING_THREAD, self._asked)
 
-    def _asked(self, over: threading.Event) -> tuple[int, str]:
+    def _asked(self, stop: threading.Event) -> tuple[int, str]:
         while True:
-            _look_for(QUESTIONS, self._store, over, QUESTIONS_LOOK)
+            _look_for(QUESTIONS, self._store, stop, QUESTIONS_LOOK)
             with suppress(_c10d.QueueEmptyError):  # another sender has taken it
                 worker, key = self._store.queue_pop(QUESTIONS, block=False).decode().split()
                 return int(worker), key
@@ -240,12 +240,12 @@ _in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDict
 """The places in the stores of process groups where this process is the sender, by their names."""
 
 
-def _look_for(key: str, store: Any, over: threading.Event, longest: float, seconds: float = math.inf) -> None:
+def _look_for(key: str, store: Any, stop: threading.Event, longest: float, seconds: float = math.inf) -> None:
     """Wait until there is something under this key. Raises NotConnected: it is over before, or the time is."""
     # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
     pause, deadline = FIRST_LOOK, time.monotonic() + seconds
     while not store.check([key]):
-        if over.wait(pause) or time.monotonic() > deadline:
+        if stop.wait(pause) or time.monotonic() > deadline:
             raise NotConnected("there is no answer yet")
         pause = min(2 * pause, longest)
 

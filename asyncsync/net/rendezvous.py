@@ -141,8 +141,8 @@ class MeetingPlace(ABC):
         """Sender: make the place ready for questions. Idempotent. Raises NotConnected."""
 
     @abstractmethod
-    def ask(self, worker: int, over: threading.Event) -> bytes:
-        """Worker, in a thread of its own: leave a question, and wait for its answer. Raises NotConnected if ``over`` is
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
+        """Worker, in a thread of its own: leave a question, and wait for its answer. Raises NotConnected if ``stop`` is
         set, or if the worker should ask again; RuntimeError if it would ask in vain."""
 
     @abstractmethod
@@ -201,11 +201,11 @@ class MeetingPlace(ABC):
         """Worker: wait until a sender answers, and return the introduction to it."""
         return Introduction.decode(await run_in_stoppable_thread(MEETING_THREAD, partial(self._ask, worker)))
 
-    def _ask(self, worker: int, over: threading.Event) -> bytes:
+    def _ask(self, worker: int, stop: threading.Event) -> bytes:
         pause = 0.0
-        while not over.wait(pause):
+        while not stop.wait(pause):
             try:
-                return self.ask(worker, over)
+                return self.ask(worker, stop)
             except NotConnected as error:  # the sender or its successor may come later
                 self.why = str(error)
             pause = min(max(FIRST_QUESTION_PAUSE, 1.2 * pause), LONGEST_QUESTION_PAUSE)

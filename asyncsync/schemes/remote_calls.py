@@ -484,11 +484,11 @@ class ActorPlace(MeetingPlace):
         options = {"name": self._name, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
         self.actor = the_ray().remote(ConnectionInfo).options(**options).remote()
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         ray = the_ray()
         try:
             answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
-            while not over.is_set():
+            while not stop.is_set():
                 with suppress(TimeoutError):
                     return answer.result(LOOK_FOR_ANSWER_SECONDS)
         except (ValueError, ray.exceptions.RayError) as error:

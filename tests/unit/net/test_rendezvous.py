@@ -46,11 +46,11 @@ class BoardPlace(MeetingPlace):
     async def open(self) -> None:
         self.boards[self.name] = self
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         if (board := self.boards.get(self.name)) is None or board._answering is None:
             raise NotConnected("there is no board yet")
         board._answering.get_loop().call_soon_threadsafe(board.questions.put_nowait, worker)
-        while not over.wait(0.005):
+        while not stop.wait(0.005):
             if worker in board.answers:
                 return board.answers.pop(worker)
         raise NotConnected("there is no answer yet")
