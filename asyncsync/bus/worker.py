@@ -386,7 +386,7 @@ class WorkerLink(Applying, Memory):
             self.whereabouts.after_send()
         # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
-        os.sched_yield()
+        os.sched_yield()  # costs nothing if no thread waits for this core
 
     # -- where slabs come from ---------------------------------------------------------------------------------------
 

@@ -47,8 +47,9 @@ def draw_endpoint() -> str:
 
 
 def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
-    """Return the address, unless it cannot work or is not safe: then raise ValueError, which names the problem and the
-    remedy. ``allow_plaintext`` accepts an address that other hosts can reach. It is also for a bus that has keys."""
+    """Return the address. Raises ValueError, which names the problem and the remedy, if the address cannot work or is
+    not safe; TypeError if it is no string. ``allow_plaintext`` accepts an address that other hosts can reach; a caller
+    with keys passes it too. Binds nothing."""
     if endpoint == INTRODUCED:
         return endpoint
     if not isinstance(endpoint, str):
@@ -163,7 +164,8 @@ def side_channel_path(endpoint: str) -> Path | None:
 class EndpointLock:
     """Exclusive ownership of an ipc path and of its side channels' path, until :meth:`release` or this process's end.
 
-    Raises NotConnected if another live process has bound the path, or the lock file cannot be created.
+    Raises NotConnected if another live process has bound the path, if the lock file cannot be created, if a file that
+    is not a socket has the path, or if the private directory belongs to another user.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -255,7 +257,7 @@ def remove_stale_directories(parent: Path) -> None:
     for private in parent.glob(f"{DIRECTORY_PREFIX}{os.getuid()}-*"):
         lock = private / "bus.lock"
         with contextlib.suppress(OSError):
-            # Without a lock file, its owner is just creating or removing it.
+            # A directory without a lock file is just being created or removed by its owner.
             if lock.exists() and (descriptor := _lock_file(lock)) is not None:
                 shutil.rmtree(private, ignore_errors=True)
                 os.close(descriptor)

@@ -117,7 +117,8 @@ class Certificate:
         return cls(*zmq.curve_keypair(), workers)
 
     def configure_server(self, socket: Socket) -> None:
-        """Before the socket is bound: accept only connections that are encrypted and that a ZAP handler admits."""
+        """Before the socket is bound: accept only connections that are encrypted and that a ZAP handler admits; without
+        a handler, none."""
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
@@ -137,7 +138,7 @@ class Certificate:
 
     @classmethod
     def decode(cls, text: str) -> Certificate:
-        """Raises ValueError if the text is no certificate, or has a line twice."""
+        """Raises ValueError if the text is no certificate, or has a key or ``workers`` twice."""
         found: dict[str, str] = {}
         for line in text.splitlines():
             if match := LINE.fullmatch(line):
@@ -233,7 +234,8 @@ class ClientList:
             logger.warning("no client is listed in %s: no worker can connect until it has a NAME.key", directory)
 
     def refresh(self, pause: float = REFRESH_SECONDS) -> bool:
-        """Read changed files, unless the last refresh is less than ``pause`` seconds old. True: the list differs."""
+        """Read changed files, unless the last refresh is less than ``pause`` seconds old (longer for a list that takes
+        long to read). Returns whether the list has changed."""
         if time.monotonic() < self.refreshed_at + max(pause, self._pause):
             return False
         began = time.thread_time()  # does not count waiting for the disk or for another thread
@@ -349,7 +351,8 @@ class KeyFiles:
 
 def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None, *, allow_plaintext: bool) -> None:
     """:func:`check_endpoint` for the address to bind and each address to connect to. Also raises ValueError if keys
-    would have no effect, because none of these addresses is a tcp address."""
+    would have no effect: a sender's need a tcp address to bind, and a receiver's need at least one tcp address among
+    those to connect to."""
     addresses = split_endpoints(connect) if isinstance(connect, str) else (connect,)
     for one in (bind, *addresses):
         if one is not None:
@@ -474,8 +477,11 @@ class Admission:
         self._holders[worker] = key
 
     def pop_revoked(self, present: Container[int]) -> list[int]:
-        """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers. Also
-        free the places of guests that are not ``present``, because each guest draws a new index."""
+        """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers.
+
+        ``present`` has the workers and guests that the trainer knows. The places of other guests are freed without
+        being returned, because each guest draws a new index.
+        """
         if self.listed is None:
             return []
         self.listed.refresh()

@@ -114,7 +114,8 @@ def can_open_memory_of(pid: int) -> bool:
 
 
 class ClosedInChild(Protocol):
-    """A forked child closes its descriptors, which would keep a socket or file in use after this process has ended."""
+    """An object whose descriptors a forked child closes. Otherwise the child would keep a socket or file in use after
+    this process has ended."""
 
     def close_in_child(self) -> None:
         """In a forked child: close the descriptors."""

@@ -62,7 +62,8 @@ LOOK_AGAIN_SECONDS = 1.0
 UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 _ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
-# The sender refuses connections without keys if it has closed so many at once. One may have come when it was ending.
+# A worker without keys counts as refused after so many connections that the other side closed as soon as they began.
+# A single one may have come to a sender that was about to end.
 CLOSED_AT_ONCE = 3
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
@@ -100,8 +101,9 @@ class Introduction:
 
 class Introductions:
     """A sender's introductions. ``introductions(worker)`` makes one, and returns the same one if the worker asks again.
-    ``present`` has the workers that are connected. Beyond ``limit``, a new introduction voids that of the absent worker
-    that has not asked for the longest time. That worker gets a new one if it asks again."""
+    ``present`` has the workers that the sender knows: those that are connected, and lost ones whose places it keeps.
+    Beyond ``limit``, a new introduction voids that of the worker that has not asked for the longest time, of those that
+    are not ``present``. That worker gets a new one if it asks again."""
 
     def __init__(self, endpoint: str, admission: Admission, present: Container[int], limit: int = MAX_PEERS) -> None:
         self.endpoint, self.admission = endpoint, admission
@@ -224,7 +226,7 @@ class Dialer(LoopSocket):
 
     Attributes:
         endpoint: to which the socket connects.
-        why: for users: why there is no connection; empty if there is one, or no attempt has failed yet.
+        why: for users: why there is no connection; empty if there is one, or no program has answered yet.
         is_refused: whether the sender refused the last attempt: it does not admit this key, wants a key, or has none.
             It said so, or closed several connections as soon as they began.
         refused: the numbers of failed attempts, by reason.
@@ -411,7 +413,7 @@ class SenderConnection(Dialer):
         self._find = find
         self._on_connected, self._on_disconnected = on_change
         self._away_since: float | None = None  # None: connected, or never connected so far
-        self._unwelcome_since: float | None = None  # without a WELCOME; None: welcomed
+        self._unwelcome_since: float | None = None  # without a WELCOME; None: not so, as :meth:`tick` last saw it
         self.fanout = 0
         self._receive_cast = receive_cast
         self._subscribed: Dialer | None = None

@@ -20,9 +20,9 @@ This does no harm:
   sending call returns, and each side drains the side channel before it handles a message from ZeroMQ. So BYE arrives
   after the UPDATE or APPLIED that was sent before it, and a PONG reports all that arrived before it.
 - An UPDATE by the side channel may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the
-  worker has already accepted. The sender does not use the side channel between a HELLO and its READY (so never for a
-  new epoch), nor while the answer to a layout is due. Only one UPDATE is outstanding at a time. The worker recognises
-  an older UPDATE and its chunks by the serial, and drops them.
+  worker has already accepted. The sender does not use the side channel between a HELLO and its READY, so never before
+  the worker has adopted the sender's epoch. Nor does it while the answer to a layout is due. Only one UPDATE is
+  outstanding at a time. The worker recognises an older UPDATE and its chunks by the serial, and drops them.
 - An instruction of the worker's may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and a short APPLIED name
   their UPDATE. Other APPLIED and FAILED carry versions, of which the trainer keeps the highest. RELEASED names the
   latest UPDATE that the worker knows of. A late PONG has another number than one that has seen the latest UPDATE.

@@ -31,7 +31,8 @@ HIGH_WATER_MARK = 1000  # messages
 # libzmq allocates a block for each chunk. Without this, a worker spends a fifth of an update's CPU time on page faults.
 FREED_ONCE_BYTES = 31 << 20
 NONCE_BYTES = 16
-FANOUT_HIGH_WATER_MARK = 64  # messages that the sender keeps for a slow subscriber; pushed chunks have 1 MiB each
+# Messages that the sender keeps for a slow subscriber. A pushed chunk has 1 MiB at most, so chunks take at most 64 MiB.
+FANOUT_HIGH_WATER_MARK = 64
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 60_000
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -83,7 +84,7 @@ def subscriber(context: Context) -> Socket:
 
 class LoopSocket:
     """A ZeroMQ socket served by callbacks of the running loop. ``receive`` is called with the frames of each message,
-    ``crash`` with what ``receive`` raises. The caller binds or connects the socket; :meth:`close` closes it."""
+    ``crash`` with an exception that it raises. The caller binds or connects the socket; :meth:`close` closes it."""
 
     def __init__(self, socket: Socket, receive: ReceiveFrames, crash: Crash) -> None:
         self._socket = socket
@@ -176,8 +177,7 @@ class BoundSocket(LoopSocket):
 
     A forked child closes its copies of the listener's and the connections' descriptors. Otherwise, after the end of
     this process, it would keep the port in use and the connections open, and workers would not notice the end. libzmq
-    does not tell which descriptors these are. They are recognised by their local address, which they have in common
-    with no other socket.
+    does not tell which descriptors these are. They are recognised by their local address, which no other socket has.
     """
 
     def __init__(self, socket: Socket, receive: ReceiveFrames, crash: Crash) -> None:

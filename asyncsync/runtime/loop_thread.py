@@ -14,7 +14,8 @@ call then end silently, by SystemExit.
 A daemon thread that the interpreter stops inside torch aborts the process ("terminate called without an active
 exception"), and freeing a tensor is enough for that. So the exit waits, for at most a second, for the package's own
 threads that are about to end, and for the user's daemon threads whose calls it has ended, until their frames are
-unwound and so have freed their tensors. A daemon thread that makes a call later sleeps until the interpreter stops it.
+unwound and so have freed their tensors. A daemon thread that makes a call later sleeps for some seconds, so that the
+interpreter most likely stops it there, and not inside torch.
 
 A call from the loop's own thread would wait for itself, and is refused. An exception (Ctrl-C, a signal handler's) may
 strike a caller between any two lines of any function here, and the handler may call any of them. Therefore the loop's
@@ -61,7 +62,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.calls: set[Call] = set()  # that have begun and not ended
         self.open: set[Shutdown] = set()  # of open buses
-        self.is_running = False
+        self.is_running = False  # True once the thread has begun; stays True after its end
         self.is_ending = False  # a call that sees this begins on another LoopThread
         self.is_exiting = False  # the process ends
         self.end = asyncio.Event()
@@ -311,8 +312,8 @@ async def run_async(make: Make[T]) -> T:
 
 
 def set_open(shutdown: Shutdown, is_open: bool) -> None:
-    """Keep the loop running while the bus with this ``shutdown`` method is open. Must be called on the loop, during a
-    call. Does nothing when the process ends."""
+    """Keep the loop running while the object that ``shutdown`` ends is open: a bus, a relay, or a group of collector
+    workers. Must be called on the loop, during a call. Does nothing when the process ends."""
     if (thread := _current) is None or not is_current():
         return
     if is_open:

@@ -1,12 +1,13 @@
 """Daemon threads for large copies and blocking native calls, and the waits between threads and event loops.
 
 The threads are our own, because the executor threads of anyio and asyncio keep the interpreter alive while a native
-call is stuck. Ctrl-C can end every blocking wait here, and another thread can end one by an :class:`Interruption`::
+call is stuck. Ctrl-C can end every blocking wait here. Another thread can end a wait for the library's event loop by an
+:class:`Interruption`::
 
     interruption = Interruption()
     with interrupted_by(interruption):       # in the waiting thread
         MultiAsyncCollector(...)
-    interruption.interrupt()                 # in any other thread: cancels the current wait, or else the next one
+    interruption.interrupt()                 # in any other thread: cancels the current such wait, or else the next one
 
 Clean-up must run to its end, so it runs in ``with interrupted_by(None): ...``.
 """
@@ -36,8 +37,8 @@ SIGNAL_CHECK_SECONDS = 0.1
 
 
 def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
-    """Call ``wait(seconds)`` until it returns True. Signals are handled between the calls. Returns False if it has
-    not returned True after ``timeout`` seconds; None: no limit."""
+    """Call ``wait(seconds)``, which waits for at most so many seconds, until it returns True. Signals are handled
+    between the calls. Returns whether ``wait`` has returned True within ``timeout`` seconds; None: no limit."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > SIGNAL_CHECK_SECONDS:
         if wait(SIGNAL_CHECK_SECONDS):
@@ -47,7 +48,8 @@ def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = No
 
 def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
     """Wait until a future is done, however it ends. Returns False after ``timeout`` seconds; None: no limit."""
-    # A plain lock: an exception that strikes inside a Condition may leave it locked, and block the future's thread.
+    # A plain lock, because an exception that strikes inside a Condition may leave the Condition locked. The thread that
+    # sets the future's result would then wait for ever.
     done = threading.Lock()
     done.acquire()
     future.add_done_callback(lambda _: done.release())

@@ -1,8 +1,8 @@
 """Messages as bytes: msgpack headers, validated field by field.
 
 A message is a header frame, which encodes an instruction as ``[protocol, kind, field, …]``, and payload frames. The
-decoder accepts what the encoder produces, and raises :class:`ProtocolError` for everything else. It allocates nothing
-because a peer announces a size, and it accepts neither pickle nor msgpack ext types.
+decoder accepts what the encoder produces, and raises :class:`ProtocolError` for everything else. It allocates no memory
+for a size that a peer only announces, and it accepts neither pickle nor msgpack ext types.
 
 AGAIN and the short form of APPLIED have a fixed form without msgpack, because most messages of a training loop are of
 these two kinds. The first byte of a fixed form begins no msgpack value. The second byte is the instruction's kind, and

@@ -6,7 +6,7 @@ READY     worker → trainer   these layouts fit my models
 REFUSED   worker → trainer   this layout does not fit, and why
 UPDATE    trainer → worker   a list of parts, one per model; small parts bring their payload
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
-PULL      worker → trainer   FETCH, to one of several processes that share a version
+PULL      worker → trainer   FETCH, to one of several processes that have the bytes of a version
 CHUNK     trainer → worker   a piece of one part, plain or encoded
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
 DROP      trainer → worker   do not apply what you have staged as that version; or: I do not have that version
@@ -48,9 +48,9 @@ MAX_SERIAL = (1 << 64) - 1
 MAX_CHUNK = 8 << 20
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
-MAX_IN_USE = 4 * MAX_MODELS  # of each model, one slab is held, one staged, one incoming, and one being copied
+MAX_IN_USE = 4 * MAX_MODELS  # of each model, one slab may be held, one staged, one incoming, one being copied
 MAX_NAME = 512
-MAX_TEXT = 64 << 10  # characters of up to four bytes; the longest message and the longest traceback fit into one header
+MAX_TEXT = 64 << 10  # characters of up to four bytes; one header holds both the longest message and traceback
 MAX_DESCRIPTOR = 64 << 10
 MAX_EXCLUDED = 64 << 10
 MAX_RELAYED = 1024  # workers in one RELAYED
@@ -225,7 +225,7 @@ class Hello(Instruction, kind=1):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Instruction, kind=2):
-    """``models``: the layout's digest of each model that the trainer serves; empty if it has no weights yet.
+    """``models``: the layout's digest of each model that the trainer serves; b"" for one without weights yet.
     ``number``: counts the WELCOMEs to this worker; REFUSED names the one that it answers. ``fanout``: a port at the
     trainer's host where workers can subscribe; 0: there is none. ``sources``: the addresses of the trainer's other
     processes. A part of an UPDATE names one by its position, from 1 on."""
@@ -386,7 +386,7 @@ class Applied(Instruction, kind=9):
     """``serial``, in the short form (:meth:`short_form`): of the UPDATE whose one part is applied; else 0."""
 
     epoch: Epoch
-    versions: dict[str, int]
+    versions: dict[str, int]  # empty in the short form
     last: int = 0
     in_use: InUse = ()
     serial: Annotated[int, range(1)] = 0  # the short form has its own coding

@@ -190,7 +190,7 @@ def test_threads_racing_through_its_start_and_its_end() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(race, range(2)))
-    assert soon(0)  # `awaitable` does not wait for its end
+    assert soon(0)  # `run_async` does not wait for its end
 
 
 @pytest.mark.parametrize(
