@@ -26,7 +26,7 @@ from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.weights.updates import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import Interruption, elsewhere, interrupted_by
+from asyncsync.runtime.threads import Interruption, interrupted_by, run_in_thread
 from asyncsync.schemes.sources import follow
 
 _log = logging.getLogger("asyncsync")
@@ -66,7 +66,7 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         try:
-            await elsewhere("asyncsync-collector-pause", lambda: self._entered.enter_context(self._block(task)))
+            await run_in_thread("asyncsync-collector-pause", lambda: self._entered.enter_context(self._block(task)))
         except asyncio.CancelledError:
             self._entered.close()
             raise
@@ -115,10 +115,10 @@ class Lifetime(ABC):
                 made.append(cls(*args, **kwargs))
 
         try:
-            await elsewhere("asyncsync-collector-start", make, interruption.interrupt)
+            await run_in_thread("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
-                await elsewhere("asyncsync-collector-end", one.shutdown)
+                await run_in_thread("asyncsync-collector-end", one.shutdown)
             raise
         return made[0]
 
@@ -127,7 +127,7 @@ class Lifetime(ABC):
         """End all that the constructor has begun. Idempotent."""
 
     async def shutdown_elsewhere(self) -> None:
-        await elsewhere("asyncsync-collector-end", self.shutdown)
+        await run_in_thread("asyncsync-collector-end", self.shutdown)
 
     def __enter__(self) -> Self:
         return self

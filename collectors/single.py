@@ -255,7 +255,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             self._check_can_wait()
             if self._pending is None:
                 self._check_open()  # the thread that has ended with shutdown() must not begin anew
-                self._pending = self._thread.call(self._next_batch)
+                self._pending = self._thread.submit_concurrent(self._next_batch)
             pending = self._pending
             await until_done_async(pending)
             if self._pending is pending:

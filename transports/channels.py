@@ -33,7 +33,7 @@ from tensordict import TensorDict
 from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish
+from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, finish, run_in_thread
 from asyncsync.transports.base import BlockingTransportBackend, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
@@ -110,7 +110,7 @@ async def close_channels(transports: Iterable[Any], timeout: float) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     if closes := [close for t in transports if callable(close := getattr(t, "close", None))]:
-        await elsewhere("asyncsync-close", close_all)
+        await run_in_thread("asyncsync-close", close_all)
 
 
 # -- the sender's end --------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class ChannelReceiver(Carrier):
         elif self._receiving is None:
             await finish(self._thread.submit(fill))
         else:  # the message came before its instruction, and the thread is waiting for another one
-            await elsewhere("asyncsync-copy", fill)
+            await run_in_thread("asyncsync-copy", fill)
 
     def _receive_next(self, layout: Layout, seconds: float) -> asyncio.Future[Message | None]:
         if self._ahead is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from asyncsync.errors import NotConnected
-from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.runtime.threads import WorkThread, run_in_thread
 from asyncsync.transports import ray_private
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES
@@ -102,7 +102,7 @@ class ObjectTransport(PairTransport):
             assert slab.object is not None
             reference, descriptor = slab.object
         else:
-            reference, descriptor = await elsewhere("asyncsync-put", partial(_put, [slab.export(0, slab.nbytes)]))
+            reference, descriptor = await run_in_thread("asyncsync-put", partial(_put, [slab.export(0, slab.nbytes)]))
         self._objects[descriptor] = reference
         return descriptor
 

@@ -46,7 +46,7 @@ from asyncsync.arguments import check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
-from asyncsync.net.processes import shortage
+from asyncsync.net.processes import descriptor_shortage
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
@@ -105,7 +105,7 @@ class MemoryFile:
         MemoryError if there is not so much memory."""
         if sys.platform != "linux":
             raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-        if why := shortage(3):  # the file's, and its mappings'
+        if why := descriptor_shortage(3):  # the file's, and its mappings'
             raise WeightSyncError(f"cannot get shared memory: {why}")
         try:
             if hasattr(os, "memfd_create"):

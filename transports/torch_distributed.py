@@ -38,8 +38,8 @@ from torch import distributed
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import address_towards
-from asyncsync.net.rendezvous import THREAD, MeetingPlace
-from asyncsync.runtime.threads import WorkThread, elsewhere, until_cancelled
+from asyncsync.net.rendezvous import MEETING_THREAD, MeetingPlace
+from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_in_thread
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
@@ -192,7 +192,7 @@ class StorePlace(MeetingPlace):
         return _c10d.PrefixStore(f"asyncsync/{self._name}", self._client())
 
     async def open(self) -> None:
-        await elsewhere(THREAD, self._open)
+        await run_in_thread(MEETING_THREAD, self._open)
 
     def _open(self) -> None:
         if self.own is not None:
@@ -206,46 +206,46 @@ class StorePlace(MeetingPlace):
             _in_groups[self._name] = self
         self._store = self._visit()
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         store, key = self._visit(), secrets.token_hex(8)
         try:
             store.queue_push(QUESTIONS, f"{worker} {key}")
-            _look_for(key, store, over, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
+            _look_for(key, store, stop, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
             answer: bytes = store.get(key)
             store.delete_key(key)
         except RuntimeError as error:
             raise NotConnected(str(error)) from error
         return answer
 
-    async def asked(self) -> tuple[int, str]:
-        return await until_cancelled(THREAD, self._asked)
+    async def next_question(self) -> tuple[int, str]:
+        return await run_in_stoppable_thread(MEETING_THREAD, self._asked)
 
-    def _asked(self, over: threading.Event) -> tuple[int, str]:
+    def _asked(self, stop: threading.Event) -> tuple[int, str]:
         while True:
-            _look_for(QUESTIONS, self._store, over, QUESTIONS_LOOK)
+            _look_for(QUESTIONS, self._store, stop, QUESTIONS_LOOK)
             with suppress(_c10d.QueueEmptyError):  # another sender has taken it
                 worker, key = self._store.queue_pop(QUESTIONS, block=False).decode().split()
                 return int(worker), key
 
     async def answer(self, key: str, answer: bytes) -> None:
-        await elsewhere(THREAD, partial(self._store.set, key, answer))
+        await run_in_thread(MEETING_THREAD, partial(self._store.set, key, answer))
 
     async def end(self) -> None:
         if self.own is not None and (self._has_opened or not self.own.is_open):
             self._has_opened = False
-            await elsewhere(THREAD, self.own.close)
+            await run_in_thread(MEETING_THREAD, self.own.close)
 
 
 _in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()
 """The places in the stores of process groups where this process is the sender, by their names."""
 
 
-def _look_for(key: str, store: Any, over: threading.Event, longest: float, seconds: float = math.inf) -> None:
+def _look_for(key: str, store: Any, stop: threading.Event, longest: float, seconds: float = math.inf) -> None:
     """Wait until there is something under this key. Raises NotConnected: it is over before, or the time is."""
     # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
     pause, deadline = FIRST_LOOK, time.monotonic() + seconds
     while not store.check([key]):
-        if over.wait(pause) or time.monotonic() > deadline:
+        if stop.wait(pause) or time.monotonic() > deadline:
             raise NotConnected("there is no answer yet")
         pause = min(2 * pause, longest)
 
@@ -515,7 +515,7 @@ class PairTransport(ChunkTransport):
         if slab.nbytes <= self.pair_above:
             return None
         if self._server is None:
-            await elsewhere("asyncsync-pairs", self._serve)
+            await run_in_thread("asyncsync-pairs", self._serve)
         assert self._server is not None
         place = Place(self._server.address, secrets.token_bytes(TRANSFER_BYTES))
         self._offered[place.transfer] = slab.export(0, slab.nbytes)
@@ -561,7 +561,7 @@ class PairTransport(ChunkTransport):
         server, self._server = self._server, None
         self.close()
         if server is not None:
-            await elsewhere("asyncsync-pairs", server.close)
+            await run_in_thread("asyncsync-pairs", server.close)
 
     def close(self) -> None:
         """Close all connections; models keep the weights that they show."""

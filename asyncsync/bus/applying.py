@@ -21,7 +21,7 @@ from asyncsync.bus.link import Link
 from asyncsync.bus.status import WorkerObserver
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PeerLost, Superseded, WeightSyncError
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.net.rendezvous import Whereabouts
+from asyncsync.net.rendezvous import SenderConnection
 from asyncsync.protocol.holdings import Acting, Staging, Taken
 from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import WorkThread, as_exception
@@ -45,7 +45,7 @@ class Applying(Link):
     which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
     """
 
-    whereabouts: Whereabouts  # of the trainer
+    whereabouts: SenderConnection  # of the trainer
 
     def __init__(self, machine: Worker, gate: Gate, observer: WorkerObserver) -> None:
         super().__init__("asyncsync-copy")
@@ -358,7 +358,7 @@ class Applying(Link):
     def _why_not_yet(self, model_id: str) -> str:
         machine = self.machine
         if not machine.session.online:
-            return self.whereabouts.why_not()
+            return self.whereabouts.why_not_connected()
         if not machine.session.welcomed:
             return "the sender has not answered yet"
         if model_id not in machine.session.served:

@@ -386,7 +386,7 @@ class BusCore:
                 worker,
                 self._settings(),
                 self.gate,
-                None if self.keys is None else partial(self.keys.receiver, worker),
+                None if self.keys is None else partial(self.keys.read_for_receiver, worker),
                 monitoring=self.monitoring.in_this_process,
                 find=self.find_sender,
             )

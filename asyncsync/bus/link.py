@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from asyncsync.bus.status import link_metrics
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
-from asyncsync.net.processes import PER_LINK, shortage
+from asyncsync.net.processes import DESCRIPTORS_PER_LINK, descriptor_shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, call_soon, finish
 
@@ -60,7 +60,7 @@ class Link(ABC):
     _at_exit: Finalize | None = None  # None until the link is open
 
     def __init__(self, name: str, descriptors: int = 0) -> None:
-        if why := shortage(PER_LINK + descriptors):
+        if why := descriptor_shortage(DESCRIPTORS_PER_LINK + descriptors):
             raise NotConnected(f"cannot connect: {why}")
         self.loop = asyncio.get_running_loop()
         self.pid = os.getpid()

@@ -23,9 +23,9 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.keys import Admission, Certificate, KeyFiles
-from asyncsync.net.processes import ProcessWatch, shortage, this_process
+from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_process
 from asyncsync.net.rendezvous import Introductions
-from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, NO_PAYLOAD, Receive, SideChannels, decode_packet, split_packet
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome, Progress
 from asyncsync.protocol.settings import Settings
@@ -101,11 +101,11 @@ class TrainerLink(Publishing):
             if keyed:
                 self.admission = Admission(self.context, Certificate.draw(), self.crash)
             elif keys is not None:
-                server, listed = keys.sender()
+                server, listed = keys.read_for_sender()
                 self.admission = Admission(self.context, server, self.crash, listed)
             if self.admission is not None:
                 undo.callback(self.admission.close)
-                self.admission.guard(socket)
+                self.admission.protect(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
@@ -123,7 +123,7 @@ class TrainerLink(Publishing):
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Open a socket beside this address to which workers can subscribe. If that fails, there is no fan-out."""
-        protect = (lambda socket: None) if self.admission is None else self.admission.guard
+        protect = (lambda socket: None) if self.admission is None else self.admission.protect
         try:
             self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
         except zmq.ZMQError as error:
@@ -333,13 +333,13 @@ class TrainerLink(Publishing):
                 return
             peer = self.machine.membership.routes.get(route) if self.observer.traces else None
             if isinstance(instruction, Hello):
-                self.machine.membership.shortage = shortage(self._descriptors_per_worker)
+                self.machine.membership.shortage = descriptor_shortage(self._descriptors_per_worker)
             self.machine.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.received(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.peer_at(route)):
                 assert self.admission is not None
-                self.admission.take(new.worker, key)
+                self.admission.assign(new.worker, key)
         except ProtocolError as error:
             self.count_dropped(error, "a worker")
             return
@@ -351,7 +351,7 @@ class TrainerLink(Publishing):
         """Any client that may connect may ask for a report. The machine does not see the question."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
             self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
-            self._socket.flushed()
+            self._socket.after_send()
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
@@ -371,7 +371,7 @@ class TrainerLink(Publishing):
     def _expel_revoked(self) -> None:
         if self.admission is None:
             return
-        for worker in self.admission.revoked(self.machine.peers):
+        for worker in self.admission.pop_revoked(self.machine.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
@@ -394,10 +394,10 @@ class TrainerLink(Publishing):
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         fast = self.fast_path
-        if fast is not None and packet[:1] == ALONE and fast.answer(peer, packet[1:], self.loop.time()):
+        if fast is not None and packet[:1] == NO_PAYLOAD and fast.answer(peer, packet[1:], self.loop.time()):
             return
         try:
-            instruction, _ = read(split(packet))
+            instruction, _ = decode_packet(split_packet(packet))
             self.end_fast_path()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.traces:
@@ -435,7 +435,7 @@ class TrainerLink(Publishing):
     def _tick(self, now: float) -> None:
         self.end_fast_path()
         late = now - self._timer_due
-        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not loop_thread.is_here():
+        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not loop_thread.is_current():
             self._warn_of_blocking(late)
         self._expel_revoked()
         self.machine.tick(now)
@@ -501,7 +501,7 @@ class TrainerLink(Publishing):
                     update_sent(route, instruction)
         finally:
             if by_zmq:
-                self._socket.flushed()
+                self._socket.after_send()
         if failed:
             self.notify()
         if machine.to_encode:
@@ -509,10 +509,12 @@ class TrainerLink(Publishing):
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
-        if channel is not None and (channel.send((header, *payload)) if payload else channel.write((ALONE, header))):
+        if channel is not None and (
+            channel.send((header, *payload)) if payload else channel.write((NO_PAYLOAD, header))
+        ):
             return True
         outcome = self._socket.send((peer.route, header, *payload))
-        self._socket.flushed()
+        self._socket.after_send()
         return outcome == 0
 
     def _send_broadcast(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:

@@ -26,7 +26,7 @@ from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.runtime.threads import run_in_thread
 from asyncsync.weights.copying import clone, is_bytes, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -122,7 +122,7 @@ class WorkerVerifying:
                 raise SchemaMismatch("it has no version of this sender yet")
             stop = threading.Event()
             entries = binding.tensors_of(layout)
-            digests = await elsewhere("asyncsync-verify", partial(digests_of, entries, stop.is_set), stop.set)
+            digests = await run_in_thread("asyncsync-verify", partial(digests_of, entries, stop.is_set), stop.set)
         return version, digests
 
     def _layout_of(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
@@ -216,7 +216,7 @@ class TrainerVerifying:
         for slab in entries:
             slab.retain()
         try:
-            digests = await elsewhere("asyncsync-verify", hash_all, stop.set)
+            digests = await run_in_thread("asyncsync-verify", hash_all, stop.set)
             return {(worker, t.version): (t.slab.layout, digests[t.slab]) for worker, t in targets.items()}
         finally:
             for slab in entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -25,14 +26,14 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
-from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
-from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
+from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_process
+from asyncsync.net.rendezvous import Find, Introduction, SenderConnection
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect_side_channel, decode_packet, split_packet
 from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Relaying, Worker
-from asyncsync.runtime.threads import finish, yield_core
+from asyncsync.runtime.threads import finish
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
@@ -89,7 +90,7 @@ class WorkerLink(Applying, Memory):
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, events = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_broadcast
-            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, events, self.crash)
+            self.whereabouts = SenderConnection(socket, *receive, sender, session, credentials, find, events, self.crash)
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
@@ -177,11 +178,11 @@ class WorkerLink(Applying, Memory):
 
     def _receive_packet(self, packet: memoryview) -> None:
         try:
-            frames = split(packet)
+            frames = split_packet(packet)
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
             return
-        self._receive_frames(frames, read)
+        self._receive_frames(frames, decode_packet)
 
     def _receive_frames(self, frames: list[memoryview], decode_message: Decode) -> None:
         """Take in a message, by the fast path if it is on and can do that."""
@@ -278,7 +279,7 @@ class WorkerLink(Applying, Memory):
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((applied,))):
             self.whereabouts.send((applied,))
-            self.whereabouts.flushed()
+            self.whereabouts.after_send()
         if self.waiters:
             self.notify()
         if self.timer is None:
@@ -315,7 +316,7 @@ class WorkerLink(Applying, Memory):
     def _open_side_channel(self) -> None:
         path = side_channel_path(self.whereabouts.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
+            self.side_channel = connect_side_channel(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
     def _watch_trainer(self) -> None:
         """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
@@ -382,10 +383,10 @@ class WorkerLink(Applying, Memory):
                 self.whereabouts.send(frames)
                 by_zmq = True
         if by_zmq:
-            self.whereabouts.flushed()
+            self.whereabouts.after_send()
         # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
         # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
-        yield_core()
+        os.sched_yield()  # costs nothing if no thread waits for this core
 
     # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
@@ -404,7 +405,7 @@ class WorkerLink(Applying, Memory):
         return transport.acquire_slab(layout, pool) if is_own else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
-        return opens_memory(pid)
+        return can_open_memory_of(pid)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None

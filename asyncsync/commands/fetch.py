@@ -62,7 +62,7 @@ class Guest:
             return any(session.served.values()) and all(map(machine.is_connected, session.served))
 
         def is_over() -> bool:
-            return session.ended is not None or (dialer.is_refused and not dialer.has_others)
+            return session.ended is not None or (dialer.is_refused and not dialer.has_other_endpoints)
 
         in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
         if session.ended is not None:

@@ -93,10 +93,10 @@ def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | N
         if keys is None:
             return None
         check_addresses(keys, None, options.endpoint, allow_plaintext=True)
-        keys.receiver(0)
+        keys.read_for_receiver(0)
     except (ValueError, NotConnected) as error:
         raise CommandFailed(as_options(error)) from error
-    return partial(keys.receiver, 0)
+    return partial(keys.read_for_receiver, 0)
 
 
 def as_options(error: Exception | str, server_key: str = "--server-key") -> str:

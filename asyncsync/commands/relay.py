@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.keep is not None:
             need("cli", "safetensors")
         keep = None if options.keep is None else Path(options.keep)
-        credentials = None if above is None else partial(above.receiver, 0)
+        credentials = None if above is None else partial(above.read_for_receiver, 0)
         make = partial(
             Relay, options.upstream, options.bind, shared=options.shared, keep=keep, credentials=credentials, keys=below
         )

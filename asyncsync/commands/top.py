@@ -15,7 +15,7 @@ import zmq
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, need, positive
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
-from asyncsync.net.endpoint import several
+from asyncsync.net.endpoint import split_endpoints
 from asyncsync.net.keys import Credentials
 from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
@@ -56,7 +56,7 @@ class Asker:
             undo.callback(self._context.destroy, 0)
             socket = dealer(self._context)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._sender = Dialer(socket, self._receive, several(endpoint), credentials, self._crash)
+            self._sender = Dialer(socket, self._receive, split_endpoints(endpoint), credentials, self._crash)
             undo.pop_all()
 
     async def ask(self, timeout: float) -> Report:
@@ -71,11 +71,11 @@ class Asker:
             while True:
                 if self._failure is not None:
                     raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
-                if self._sender.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                if self._sender.has_other_endpoints and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
                     self._silent_since = self._loop.time()
-                    self._sender.go_on()
+                    self._sender.try_next_endpoint()
                 sent = self._sender.send((inquiry,)) == 0
-                self._sender.flushed()
+                self._sender.after_send()
                 pause = ASK_AGAIN_SECONDS if sent else 0.05
                 remaining = deadline - self._loop.time()
                 if remaining <= 0:

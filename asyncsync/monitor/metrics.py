@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.errors import NotConnected
-from asyncsync.net.processes import owned
+from asyncsync.net.processes import closed_in_child
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -57,7 +57,7 @@ class Metrics:
             raise NotConnected(f"cannot serve metrics at {host}:{port}: {error.strerror}; {hint}") from error
         self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass)
         self.address = host, int(self._server.server_port)
-        owned.add(self)
+        closed_in_child.add(self)
 
     def attach(self, loop: asyncio.AbstractEventLoop, collect: Callable[[], list[Metric]]) -> None:
         """From now on there is a bus; ``collect``, called on its loop, returns its metrics."""
@@ -92,14 +92,14 @@ class Metrics:
 
     def close(self) -> None:
         """Free the port; this takes up to half a second. Idempotent."""
-        owned.discard(self)
+        closed_in_child.discard(self)
         self._loop = None
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
 
-    def disown(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close the inherited socket. The port remains the parent's."""
         self._server.socket.close()
 

@@ -1,13 +1,13 @@
-"""Keys decide which clients may talk to a sender, and keep all others from reading along.
+"""Keys decide which clients may connect to a sender, and keep others from reading the traffic.
 
-CURVE encrypts every connection. Without a ZAP handler, libzmq would let in every client that knows the server's key, so
-:class:`Admission` answers for each handshake, from the keys that were given out or from a list of files. A message says
-with which key it has come, and a worker's place belongs to the key that has taken it.
+CURVE encrypts every connection. Without a ZAP handler, libzmq would admit every client that knows the server's key. So
+:class:`Admission` answers libzmq's question at each handshake, from the keys that the sender has issued or from a list
+of files. libzmq tells with which key a message has arrived. A worker's place belongs to the key that has taken it.
 
-Keys lie in certificates, files in the format of ``zmq.auth`` (CZMQ's), which other programs read and write.
-``NAME.key`` has a public key, ``NAME.key_secret`` the secret one, too; a directory has those of the clients that a
-sender lets in. One line of a client's metadata has a meaning here: ``workers = 0-3, 7``, the workers that the holder of
-this key may be; without it, any.
+Keys are in certificates, which are files in the format of ``zmq.auth`` (CZMQ's), so that other programs can read and
+write them. ``NAME.key`` has a public key, ``NAME.key_secret`` also the secret key. A directory has the public keys of
+the clients that a sender admits. A certificate's metadata may have the line ``workers = 0-3, 7``: the workers that the
+holder of this key may be. Without that line, it may be any worker.
 
 docs/decisions/15-keys.md says why ``zmq.auth`` itself is not used.
 """
@@ -32,7 +32,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.endpoint import check_endpoint, several
+from asyncsync.net.endpoint import check_endpoint, split_endpoints
 from asyncsync.net.zmq_socket import Context, Crash, LoopSocket, Monitor, Socket
 from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
@@ -41,22 +41,21 @@ logger = logging.getLogger("asyncsync")
 
 KeyFile = str | os.PathLike[str]
 
-WORKER = "{worker_idx}"  # in client_key: the worker's index
-# Where libzmq asks, by the protocol's definition (ZeroMQ RFC 27).
-HANDLER = "inproc://zeromq.zap.01"
-VERSION = b"1.0"
-DOMAIN = b"asyncsync"
-MOST_TOLD = 100  # lines in the log: strangers must not fill it
-SOON = 0.1  # seconds between two looks at the list for the sake of unknown keys
+WORKER = "{worker_idx}"  # in client_key: stands for the worker's index
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks about a client (ZeroMQ RFC 27)
+ZAP_VERSION = b"1.0"
+ZAP_DOMAIN = b"asyncsync"
+MAX_LOGGED_REFUSALS = 100  # strangers must not fill the log
+UNKNOWN_KEY_SECONDS = 0.1  # unknown keys have the list read again, but at most once in so long
 
-# Of a connection for which libzmq does not ask.
-FAILED_EARLY = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-REASONS = {
+# Events of handshakes that fail before libzmq asks about the client.
+FAILED_BEFORE_ZAP = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+FAILURE_REASONS = {
     int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): "no key",
     int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): "the key of another server",
 }
 
-MAX_BYTES = 16 << 10
+MAX_CERTIFICATE_BYTES = 16 << 10
 MAX_RANGES = 256
 LINE = re.compile(r"\s+(public-key|secret-key|workers)\s*=(.*)")
 RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
@@ -64,28 +63,28 @@ OTHERS_WRITE, OTHERS_USE = 0o022, 0o077
 SECRET_HEAD = "#   A CURVE (ZeroMQ) secret key: keep it on the one host that uses it\n"
 PUBLIC_HEAD = "#   A CURVE (ZeroMQ) public key: a user who can replace this file is trusted in its owner's place\n"
 SUFFIX = ".key"
-AGAIN_SECONDS = 1.0
-SHARE = 0.02  # of the event loop's time, with many files, too
-LONGEST_PAUSE = 1.5  # seconds, with however many: a key that is taken off is good for nothing within two
+REFRESH_SECONDS = 1.0
+MAX_REFRESH_SHARE = 0.02  # of the event loop's time; a long list is read less often
+LONGEST_REFRESH_PAUSE = 1.5  # seconds; a removed key must be useless within two seconds, however long the list is
 
-Mark = tuple[int, ...]
+FileStamp = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers that the holder of a key may be; without ranges: any."""
+    """The workers that the holder of a key may be. Without ranges, it may be any worker."""
 
     ranges: tuple[range, ...] = ()
 
     def __contains__(self, worker: int) -> bool:
-        return not self.ranges or any(worker in one for one in self.ranges)
+        return not self.ranges or any(worker in indices for indices in self.ranges)
 
     def __str__(self) -> str:
         return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in self.ranges) or "any"
 
 
 def parse_workers(text: str) -> Workers:
-    """Of ``0-3, 7``. Raises ValueError for anything else; an empty text does not mean "any"."""
+    """Parse ``0-3, 7``. Raises ValueError for anything else, also for an empty text, which does not mean "any"."""
     pieces = [piece.strip() for piece in text.split(",")]
     if len(pieces) > MAX_RANGES:
         raise ValueError(f"workers = … has more than {MAX_RANGES} ranges")
@@ -103,8 +102,7 @@ def parse_workers(text: str) -> Workers:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Keys of 40 characters (z85), drawn or as a file says; ``secret`` is empty in a public one. Its ``name`` is for
-    people."""
+    """Keys of 40 characters (z85). ``secret`` is empty in a public certificate. ``name`` is for log and error texts."""
 
     public: bytes
     secret: bytes = field(default=b"", repr=False)
@@ -113,25 +111,26 @@ class Certificate:
 
     @classmethod
     def draw(cls, workers: Workers = Workers()) -> Certificate:
-        """Raises NotConnected if this libzmq has no CURVE."""
+        """Make new keys. Raises NotConnected if this libzmq has no CURVE."""
         if not zmq.has("curve"):
             raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
         return cls(*zmq.curve_keypair(), workers)
 
-    def serve(self, socket: Socket) -> None:
-        """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
-        socket.zap_domain = DOMAIN
+    def configure_server(self, socket: Socket) -> None:
+        """Before the socket is bound: accept only connections that are encrypted and that a ZAP handler admits; without
+        a handler, none."""
+        socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
 
-    def join(self, socket: Socket, server: bytes) -> None:
-        """Before the socket is connected: use these keys, and talk to no server but this one."""
+    def configure_client(self, socket: Socket, server: bytes) -> None:
+        """Before the socket is connected: use these keys, and accept only the server with this public key."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = server
 
     def encode(self, *, secret: bool) -> str:
-        """The text of the file, with or without the secret key."""
+        """The text of a certificate file, with or without the secret key."""
         text = f"{SECRET_HEAD if secret else PUBLIC_HEAD}\nmetadata\n"
         text += f"    workers = {self.workers}\n" if self.workers.ranges else ""
         text += f'curve\n    public-key = "{self.public.decode()}"\n'
@@ -139,14 +138,14 @@ class Certificate:
 
     @classmethod
     def decode(cls, text: str) -> Certificate:
-        """Raises ValueError if the text is no certificate, or says something twice."""
+        """Raises ValueError if the text is no certificate, or has a key or ``workers`` twice."""
         found: dict[str, str] = {}
         for line in text.splitlines():
             if match := LINE.fullmatch(line):
                 if match[1] in found:
                     raise ValueError(f"it has {match[1]} twice")
                 found[match[1]] = match[2].strip().strip("\"'")
-            elif line.strip().lower().startswith("worker"):  # if ignored, the key would be good for any worker
+            elif line.strip().lower().startswith("worker"):  # if this were ignored, the key would admit any worker
                 raise ValueError(f"{line.strip()[:80]!r} is not understood; expected, say, '    workers = 0-3, 7'")
         if "public-key" not in found:
             raise ValueError("it has no public-key")
@@ -157,24 +156,24 @@ class Certificate:
 def _key_of(found: Mapping[str, str], name: str) -> bytes:
     if name not in found:
         return b""
-    with suppress(ValueError, KeyError, struct.error):  # five characters can say more than four bytes hold
+    with suppress(ValueError, KeyError, struct.error):  # five characters can encode more than four bytes hold
         if len(z85.decode(found[name])) == 32:
             return found[name].encode()
     raise ValueError(f"{name} is not a key of 40 characters")
 
 
 def read_certificate(path: str, *, secret: bool) -> Certificate:
-    """Read a certificate. With ``secret``, it must have its secret key. Raises NotConnected, which names the file, what
-    is wrong with it and the remedy; also if others can read a secret key, or change the file."""
+    """Read a certificate; with ``secret``, one that has its secret key. Raises NotConnected, which names the file, the
+    problem and the remedy, also if other users can read a secret key, or change the file."""
     try:
-        # To open a pipe would wait for its writer.
+        # Non-blocking, because opening a pipe would wait for its writer.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise NotConnected(f"{path} is not a file")
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES >> 10} KiB")
+            data = file.read(MAX_CERTIFICATE_BYTES + 1)
+        if len(data) > MAX_CERTIFICATE_BYTES:
+            raise ValueError(f"it has more than {MAX_CERTIFICATE_BYTES >> 10} KiB")
         found = Certificate.decode(data.decode())
     except OSError as error:
         raise NotConnected(f"cannot read the key in {path}: {error.strerror}") from error
@@ -189,44 +188,43 @@ def read_certificate(path: str, *, secret: bool) -> Certificate:
 
 
 def check_writers(path: str, mode: int) -> None:
-    """Raise NotConnected if other users than the owner can change who is trusted."""
+    """Raise NotConnected if other users than the owner can change which keys are trusted."""
     if mode & OTHERS_WRITE:
         raise NotConnected(f"other users may change {path}, and so decide which keys are trusted: chmod go-w {path}")
 
 
 def write_new(files: Sequence[tuple[Path, str]], *, mode: int) -> None:
-    """Write these files, each whole or not at all, in this order. Raises FileExistsError if one is there already; that
-    one stays as it is."""
+    """Write these files in order, each completely or not at all. Raises FileExistsError instead of replacing one."""
     for path, text in files:
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:  # its owner's alone until here
+        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as file:  # with mode 0600
             file.write(text)
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-            os.link(file.name, path)  # unlike a renaming, this never replaces a file
+            os.link(file.name, path)  # unlike os.rename, this never replaces a file
 
 
 class ClientList:
-    """The clients that a sender lets in: a directory of public certificates, ``*.key``, read again when it has changed.
+    """The clients that a sender admits: a directory of public certificates, ``*.key``, read again when it has changed.
 
-    At the start every file has to be right: else NotConnected is raised. Later, a file that cannot be read keeps what
-    it said before, because an editor may just be writing it. Only a file that has gone, or that says something else,
-    takes a key off the list.
+    The constructor raises NotConnected unless every file is valid. Later, if a file cannot be read, its previous
+    certificate stays, because an editor may just be writing the file. A key is removed only if its file is gone, or has
+    another key.
 
     Attributes:
-        clients: by their public keys.
-        removed: how many keys were taken off so far.
-        looked: when the directory was read last, by the monotonic clock; 0: at the start.
+        clients: the certificates, by their public keys.
+        removed: how many keys were removed so far.
+        refreshed_at: when the directory was last read again, by the monotonic clock; 0: not since the start.
     """
 
     def __init__(self, directory: str) -> None:
         self.clients: dict[bytes, Certificate] = {}
         self.removed = 0
-        self.looked = 0.0
+        self.refreshed_at = 0.0
         self._pause = 0.0
         self._directory = directory
-        self._files: dict[str, tuple[Mark, Certificate]] = {}
-        self._warned: dict[str, Mark] = {}
+        self._files: dict[str, tuple[FileStamp, Certificate]] = {}
+        self._warned: dict[str, FileStamp] = {}
         try:
             check_writers(directory, os.stat(directory).st_mode)
             self._update(self._scan(), strict=True)
@@ -235,62 +233,63 @@ class ClientList:
         if not self.clients:
             logger.warning("no client is listed in %s: no worker can connect until it has a NAME.key", directory)
 
-    def refresh(self, soon: float = AGAIN_SECONDS) -> bool:
-        """Look for changes, unless that was done less than ``soon`` seconds ago. Returns whether there were any."""
-        if time.monotonic() < self.looked + max(soon, self._pause):
+    def refresh(self, pause: float = REFRESH_SECONDS) -> bool:
+        """Read changed files, unless the last refresh is less than ``pause`` seconds old (longer for a list that takes
+        long to read). Returns whether the list has changed."""
+        if time.monotonic() < self.refreshed_at + max(pause, self._pause):
             return False
-        began = time.thread_time()  # waiting for the disk or another thread is no work
+        began = time.thread_time()  # does not count waiting for the disk or for another thread
         before = self.clients
         try:
             self._update(self._scan(), strict=False)
             self._warned.pop("", None)
         except OSError as error:
             self._warn("", (), f"cannot read the list of clients in {self._directory}: {error.strerror}")
-        self.looked = time.monotonic()
-        self._pause = min((time.thread_time() - began) / SHARE, LONGEST_PAUSE)
+        self.refreshed_at = time.monotonic()
+        self._pause = min((time.thread_time() - began) / MAX_REFRESH_SHARE, LONGEST_REFRESH_PAUSE)
         return self.clients != before
 
-    def _scan(self) -> dict[str, Mark]:
-        found: dict[str, Mark] = {}
+    def _scan(self) -> dict[str, FileStamp]:
+        found: dict[str, FileStamp] = {}
         with os.scandir(self._directory) as entries:
             for entry in entries:
                 if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
-                    with suppress(FileNotFoundError):  # it has gone meanwhile, or is a link to nothing
-                        about = entry.stat()
-                        found[entry.name] = (about.st_mtime_ns, about.st_ino, about.st_size)
+                    with suppress(FileNotFoundError):  # just removed, or a dangling link
+                        status = entry.stat()
+                        found[entry.name] = (status.st_mtime_ns, status.st_ino, status.st_size)
         return found
 
-    def _update(self, found: Mapping[str, Mark], *, strict: bool) -> None:
-        files: dict[str, tuple[Mark, Certificate]] = {}
+    def _update(self, found: Mapping[str, FileStamp], *, strict: bool) -> None:
+        files: dict[str, tuple[FileStamp, Certificate]] = {}
         clients: dict[bytes, Certificate] = {}
-        for name, mark in sorted(found.items()):
+        for name, stamp in sorted(found.items()):
             known = self._files.get(name)
             try:
-                if known is None or known[0] != mark:
+                if known is None or known[0] != stamp:
                     read = read_certificate(os.path.join(self._directory, name), secret=False)
-                    known = mark, replace(read, name=name.removesuffix(SUFFIX))
+                    known = stamp, replace(read, name=name.removesuffix(SUFFIX))
                 if (same := clients.get(known[1].public)) is not None:
                     both = f"{same.name}{SUFFIX} and {name}"
                     raise NotConnected(f"{self._directory}: {both} have the same key; remove one of them")
             except NotConnected as error:
                 if strict:
                     raise
-                self._warn(name, mark, str(error))
+                self._warn(name, stamp, str(error))
             if known is not None:
                 files[name] = known
                 clients.setdefault(known[1].public, known[1])
         self.removed += len(self.clients.keys() - clients.keys())
         self._files, self.clients = files, clients
 
-    def _warn(self, name: str, mark: Mark, why: str) -> None:
-        if self._warned.get(name) != mark:
-            self._warned[name] = mark
+    def _warn(self, name: str, stamp: FileStamp, why: str) -> None:
+        if self._warned.get(name) != stamp:
+            self._warned[name] = stamp
             logger.warning("%s; until you correct this, the list of clients stays as it was", why)
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client connects with: its own keys, and the public ones that its server may have."""
+    """A client's own keys, and the public keys that its server may have."""
 
     own: Certificate
     servers: tuple[bytes, ...]
@@ -299,8 +298,7 @@ class Credentials:
 @dataclass(frozen=True)
 class KeyFiles:
     """Where a bus has its keys: absolute paths of the server's certificates, of the directory of the clients that a
-    sender lets in, and of a worker's own certificate. A pickled scheme carries these paths, never what is in the
-    files."""
+    sender admits, and of a worker's own certificate. A pickled scheme has these paths, and never the files' content."""
 
     server: tuple[str, ...]
     clients: str | None = None
@@ -310,8 +308,8 @@ class KeyFiles:
     def given(
         cls, server_key: KeyFile | Sequence[KeyFile] | None, clients: KeyFile | None, client_key: KeyFile | None
     ) -> KeyFiles | None:
-        """Of a constructor's arguments; None if there are none. Reads no file. Raises ValueError if one is missing, and
-        TypeError if one is no path."""
+        """The key files that a constructor was given; None if it was given none. Reads no file. Raises ValueError if an
+        argument is missing, TypeError if one is no path."""
         if server_key is None:
             if clients is None and client_key is None:
                 return None
@@ -332,8 +330,8 @@ class KeyFiles:
             None if client_key is None else _absolute("client_key", client_key),
         )
 
-    def sender(self) -> tuple[Certificate, ClientList]:
-        """Raises NotConnected if a file is not as it has to be, ValueError if these are a receiver's."""
+    def read_for_sender(self) -> tuple[Certificate, ClientList]:
+        """Raises NotConnected if a file is not valid, ValueError if these are a receiver's key files."""
         if self.clients is None:
             raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
         if len(self.server) > 1:
@@ -343,8 +341,8 @@ class KeyFiles:
             raise NotConnected(f"{self.clients} has the server's own key: did you mean {self.clients}/clients?")
         return pair, listed
 
-    def receiver(self, worker: int) -> Credentials:
-        """Raises NotConnected if a file is not as it has to be, ValueError if these are a sender's."""
+    def read_for_receiver(self, worker: int) -> Credentials:
+        """Raises NotConnected if a file is not valid, ValueError if these are a sender's key files."""
         if self.client is None:
             raise ValueError("a receiver with server_key= also needs client_key=, its own secret key")
         own = read_certificate(self.client.replace(WORKER, str(worker)), secret=True)
@@ -352,9 +350,10 @@ class KeyFiles:
 
 
 def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None, *, allow_plaintext: bool) -> None:
-    """:func:`check_endpoint` of the address to bind and of each to connect to. Raises ValueError, too, if keys would
-    have no effect: of several addresses to connect to, one by tcp is enough."""
-    addresses = several(connect) if isinstance(connect, str) else (connect,)
+    """:func:`check_endpoint` for the address to bind and each address to connect to. Also raises ValueError if keys
+    would have no effect: a sender's need a tcp address to bind, and a receiver's need at least one tcp address among
+    those to connect to."""
+    addresses = split_endpoints(connect) if isinstance(connect, str) else (connect,)
     for one in (bind, *addresses):
         if one is not None:
             check_endpoint(one, allow_plaintext=allow_plaintext or keys is not None)
@@ -363,8 +362,8 @@ def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None
     for needed, given, name in ((keys.clients, (bind,), "endpoint"), (keys.client, addresses, "connect")):
         if needed is not None and not any(address and address.startswith("tcp://") for address in given):
             raise ValueError(
-                f"keys are for tcp://HOST:PORT, and {name} is {','.join(map(str, given))!r}: on one host, file "
-                f"permissions keep it private. Leave the keys out, or give {name}="
+                f"keys are for tcp://HOST:PORT, but {name} is {','.join(map(str, given))!r}: on one host, file "
+                f"permissions keep the connection private. Leave the keys out, or give {name}="
             )
 
 
@@ -375,82 +374,85 @@ def _absolute(name: str, path: KeyFile) -> str:
 
 
 class Admission:
-    """Decides which clients the sockets of one context let in, and as which workers. ``crash`` as for a LoopSocket.
-    Raises NotConnected if the context has another handler already.
+    """Decides which clients the sockets of one context admit, and as which workers. ``crash`` as for a LoopSocket.
+    Raises NotConnected if the context already has a ZAP handler.
 
     Attributes:
-        given: the clients that are let in, by the keys that were given out to them; not used with a list.
-        listed: the list of clients, if there is one.
-        refused: connections and messages that were refused, by reason.
+        issued: without a ``listed``, the admitted clients, by the public keys that were issued to them.
+        listed: the list of admitted clients; None: those of ``issued``.
+        refused: the numbers of refused connections and messages, by reason.
     """
 
     def __init__(self, context: Context, server: Certificate, crash: Crash, listed: ClientList | None = None) -> None:
         self.server = server
-        self.given: dict[bytes, Certificate] = {}
+        self.issued: dict[bytes, Certificate] = {}
         self.listed = listed
         self.refused: Counter[str] = Counter()
-        self._told: set[tuple[str, str]] = set()
-        self._holders: dict[int, bytes] = {}  # the key that has a worker's place
+        self._logged: set[tuple[str, str]] = set()
+        self._holders: dict[int, bytes] = {}  # for each worker, the key that has taken its place
         self._crash = crash
         self._monitors: list[Monitor] = []
         handler = context.socket(zmq.ROUTER)
         handler.linger = 0
         try:
-            handler.bind(HANDLER)
+            handler.bind(ZAP_ENDPOINT)
         except zmq.ZMQError as error:
             handler.close()
             raise NotConnected(f"cannot check clients' keys, so nothing was bound: no ZAP handler ({error})") from error
-        self._socket = LoopSocket(handler, self._receive, crash)
+        self._socket = LoopSocket(handler, self._answer, crash)
 
-    def guard(self, socket: Socket) -> None:
-        """Before the socket is bound: let in only clients that are admitted, and count the others."""
+    def protect(self, socket: Socket) -> None:
+        """Before the socket is bound: have it accept only admitted clients, and count the others."""
         for monitor in [one for one in self._monitors if one.watched.closed]:
             monitor.close()
             self._monitors.remove(monitor)
-        self.server.serve(socket)
-        self._monitors.append(Monitor(socket, FAILED_EARLY, self._failed, self._crash))
+        self.server.configure_server(socket)
+        self._monitors.append(Monitor(socket, FAILED_BEFORE_ZAP, self._handshake_failed, self._crash))
 
-    def admit(self, public: bytes, worker: int) -> None:
-        self.given[public] = Certificate(public, workers=Workers((range(worker, worker + 1),)), name=f"worker {worker}")
+    def issue(self, public: bytes, worker: int) -> None:
+        """Admit this key as this worker."""
+        workers = Workers((range(worker, worker + 1),))
+        self.issued[public] = Certificate(public, workers=workers, name=f"worker {worker}")
 
     def client(self, key: bytes) -> Certificate | None:
-        return (self.given if self.listed is None else self.listed.clients).get(key)
+        """The certificate of the admitted client with this public key."""
+        return (self.issued if self.listed is None else self.listed.clients).get(key)
 
-    def _receive(self, frames: list[Any]) -> None:
-        # By libzmq, in this process, and of CURVE only: other mechanisms fail before.
+    def _answer(self, frames: list[Any]) -> None:
+        # A question of libzmq's in this process. It is always about CURVE, because other mechanisms fail before.
         route, _, _, request, _, address, _, _, public = [frame.bytes for frame in frames]
         key = z85.encode(public)
         client = self.client(key)
-        if client is None and self.listed is not None and self.listed.refresh(SOON):
+        if client is None and self.listed is not None and self.listed.refresh(UNKNOWN_KEY_SECONDS):
             client = self.client(key)
         if client is None:
-            who = f"{address.decode(errors='replace')}, whose public key is {key.decode()}"
-            self._refuse("a key that is not listed", who)
+            what = f"{address.decode(errors='replace')}, whose public key is {key.decode()}"
+            self._refuse("a key that is not listed", what)
         status, user = (b"400", b"") if client is None else (b"200", key)
-        self._socket.send((route, b"", VERSION, request, status, b"", user, b""))
-        self._socket.flushed()
+        self._socket.send((route, b"", ZAP_VERSION, request, status, b"", user, b""))
+        self._socket.after_send()
 
-    def _failed(self, event: int, value: int) -> None:
+    def _handshake_failed(self, event: int, value: int) -> None:
+        reason = "an incomplete handshake"  # the client closed the connection, perhaps because it has no key
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._refuse(REASONS.get(value, "another protocol"), "somebody")
-        else:  # it has hung up, perhaps because it has no key itself
-            self._refuse("an incomplete handshake", "somebody")
+            reason = FAILURE_REASONS.get(value, "another protocol")
+        self._refuse(reason, "a connection")
 
-    def _refuse(self, reason: str, who: str) -> None:
+    def _refuse(self, reason: str, what: str) -> None:
         self.refused[reason] += 1
-        if (reason, who) not in self._told and len(self._told) < MOST_TOLD:
-            self._told.add((reason, who))
-            logger.warning("refused %s: %s (further ones of this kind are only counted)", who, reason)
+        if (reason, what) not in self._logged and len(self._logged) < MAX_LOGGED_REFUSALS:
+            self._logged.add((reason, what))
+            logger.warning("refused %s: %s (further ones of this kind are only counted)", what, reason)
 
     def check(self, frame: zmq.Frame, instruction: Instruction, peer: Peer | None) -> bytes:
-        """The key with which this message has come. Raises ProtocolError if its holder may not send it. ``peer`` is the
-        worker that has this message's route."""
+        """The key with which this message has arrived. Raises ProtocolError if the key's holder may not send it.
+        ``peer``: the worker at this message's route."""
         key: bytes = frame.get("User-Id").encode()  # type: ignore[union-attr]
         client = self.client(key)
         if client is None:
             self._refuse("a key that was taken off the list", "a message")
             raise ProtocolError("its key was taken off the list")
-        # Both: a route may have been another worker's before.
+        # Check both, because the route may have been another worker's before.
         for worker in {one.worker for one in (instruction, peer) if isinstance(one, Hello | Peer)}:
             why, holder = f"it claims to be worker {worker}", self._holders.get(worker, key)
             if worker not in client.workers and worker >= FIRST_GUEST:
@@ -470,17 +472,20 @@ class Admission:
         """Whether this worker's place still belongs to another key, which :meth:`check` has found to be unlisted."""
         return self._holders.get(worker, key) != key
 
-    def take(self, worker: int, key: bytes) -> None:
+    def assign(self, worker: int, key: bytes) -> None:
         """Give this worker's place to this key, for as long as it is listed."""
         self._holders[worker] = key
 
-    def revoked(self, there: Container[int]) -> list[int]:
-        """The workers whose keys are no longer listed, or not for them; each once. ``there`` are the workers and guests
-        that are present; absent guests are forgotten, because each draws an index of its own."""
+    def pop_revoked(self, present: Container[int]) -> list[int]:
+        """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers.
+
+        ``present`` has the workers and guests that the trainer knows. The places of other guests are freed without
+        being returned, because each guest draws a new index.
+        """
         if self.listed is None:
             return []
         self.listed.refresh()
-        self._holders = {w: key for w, key in self._holders.items() if w < FIRST_GUEST or w in there}
+        self._holders = {w: key for w, key in self._holders.items() if w < FIRST_GUEST or w in present}
         gone = [w for w, key in self._holders.items() if (c := self.client(key)) is None or w not in c.workers]
         for worker in gone:
             del self._holders[worker]
@@ -491,7 +496,7 @@ class Admission:
         return 0 if self.listed is None else self.listed.removed
 
     def close(self) -> None:
-        """Let in no client any more. Idempotent; before the sockets are closed."""
+        """Admit no more clients. Idempotent. To be called before the sockets are closed."""
         for monitor in self._monitors:
             monitor.close()
         self._socket.close()

@@ -1,6 +1,6 @@
-"""Processes of this host: which one this is, when another one ends, what a forked child has to let go of, and how many
-file descriptors this one has left. What would take the last descriptors is refused, because at the limit libzmq aborts
-the process."""
+"""Processes of this host: the identity of this one, the end of another one, what a forked child has to close, and how
+many file descriptors are left. An action that would use up the descriptors is refused, because libzmq aborts the
+process at the limit."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from asyncsync.protocol.settings import Identity
 
 logger = logging.getLogger("asyncsync")
 
-# What workers take before one of their HELLOs is read, and whatever else the program opens meanwhile.
-RESERVE = 32
-PER_LINK = 12
-WATCH_AGAIN = 5.0  # seconds until a process that could not be watched is tried again
+# Left for connections of workers whose HELLO has not been read yet, and for what the program opens meanwhile.
+RESERVED_DESCRIPTORS = 32
+DESCRIPTORS_PER_LINK = 12
+WATCH_RETRY_SECONDS = 5.0
 
 
 def this_process() -> Identity:
-    """Who this process is, for a peer that may share its host and pid namespace."""
+    """The identity of this process, for a peer that may share its host and pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux: peers are watched by heartbeat only
+    except OSError:  # not Linux: only heartbeats tell whether peers are alive
         return Identity(os.getpid(), "", 0)
     return Identity(os.getpid(), boot, namespace)
 
 
 class ProcessWatch:
-    """Notices at once when a process of this host ends, by ``pidfd_open``."""
+    """Calls ``ended`` as soon as a process of this host ends, by ``pidfd_open``."""
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._pid = pid
         self._descriptor = -1
         self._ended = ended
-        self._again: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         if pid != os.getpid() and hasattr(os, "pidfd_open"):
             self._open()
 
     @property
     def is_watching(self) -> bool:
-        """False where the end of the process would not be noticed: a sandbox forbids it, or it is this process."""
+        """False if the process cannot be watched: a sandbox forbids it, or it is this process."""
         return self._descriptor >= 0
 
     def _open(self) -> None:
@@ -57,20 +57,20 @@ class ProcessWatch:
         except ProcessLookupError:
             self._loop.call_soon(self._ended)
             return
-        except OSError as error:  # out of descriptors, which passes, or forbidden by a sandbox: heartbeats remain
-            if self._again is None:
+        except OSError as error:  # no descriptor is free at present, or a sandbox forbids it: heartbeats remain
+            if self._retry is None:
                 logger.warning("cannot watch process %d: %s", self._pid, error)
-            self._again = self._loop.call_later(WATCH_AGAIN, self._open)
+            self._retry = self._loop.call_later(WATCH_RETRY_SECONDS, self._open)
             return
-        self._loop.add_reader(self._descriptor, self._fire)
+        self._loop.add_reader(self._descriptor, self._process_ended)
 
-    def _fire(self) -> None:
+    def _process_ended(self) -> None:
         self.close()
         self._ended()
 
     def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         if self._descriptor >= 0:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._descriptor)
@@ -79,7 +79,7 @@ class ProcessWatch:
 
 
 def free_descriptors() -> int:
-    """How many file descriptors this process may still open; very many where that is unknown."""
+    """How many file descriptors this process may still open; ``sys.maxsize`` if unlimited or unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -87,44 +87,46 @@ def free_descriptors() -> int:
         return max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
     except FileNotFoundError:
         return sys.maxsize
-    except OSError:  # not even one for looking
+    except OSError:  # no descriptor is left to list the directory
         return 0
 
 
-def shortage(needed: int) -> str:
-    """Why this process cannot have so many more; empty: it can."""
+def descriptor_shortage(needed: int) -> str:
+    """Why this process cannot open so many more file descriptors; empty if it can."""
     free = free_descriptors()
-    if free >= needed + RESERVE:
+    if free >= needed + RESERVED_DESCRIPTORS:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"{needed} file descriptors and {RESERVE} in reserve are needed, but this process has {free} of {limit} left: "
-        "raise the limit (ulimit -n, or resource.setrlimit), and let models for the same workers share a Bus"
+        f"{needed} file descriptors and {RESERVED_DESCRIPTORS} in reserve are needed, but this process has {free} of "
+        f"{limit} left: raise the limit (ulimit -n, or resource.setrlimit), and let models for the same workers share "
+        "a Bus"
     )
 
 
-def opens_memory(pid: int) -> bool:
-    """Whether this process may open the memory files of that one."""
+def can_open_memory_of(pid: int) -> bool:
+    """Whether this process may open the memory files of that process."""
     try:
-        os.stat(f"/proc/{pid}/ns/pid")  # the kernel asks for the same as for its descriptors
+        os.stat(f"/proc/{pid}/ns/pid")  # needs the same permission as the descriptors in /proc/PID/fd
     except OSError:
         return False
     return True
 
 
-class Owned(Protocol):
-    """What is this process's alone: a forked child's descriptors would keep it beyond this process's end."""
+class ClosedInChild(Protocol):
+    """An object whose descriptors a forked child closes. Otherwise the child would keep a socket or file in use after
+    this process has ended."""
 
-    def disown(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close the descriptors."""
 
 
-owned: weakref.WeakSet[Owned] = weakref.WeakSet()
+closed_in_child: weakref.WeakSet[ClosedInChild] = weakref.WeakSet()
 
 
-def _disown_all() -> None:
-    for one in list(owned):
-        one.disown()
+def _close_all_in_child() -> None:
+    for one in list(closed_in_child):
+        one.close_in_child()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,36 +1,38 @@
 """Side channels: a second, faster way for small instructions between processes of one host, beside the ZeroMQ socket.
 
-libzmq hands each message to an I/O thread and back, which takes about 100 µs where there are few cores. A side channel
-is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes, one instruction per packet. ZeroMQ takes
-whatever does not go this way: where there is no side channel (tcp, macOS, another user's socket), when it breaks or its
-buffer is full, and what is too large for a packet.
+libzmq hands each message to an I/O thread and back, which takes about 100 µs on a host with few cores. A side channel
+is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes, one instruction per packet. All other
+messages go through ZeroMQ: if there is no side channel (tcp, macOS, another user's socket), if it breaks or its buffer
+is full, or if the message is too large for a packet.
 
 **Beginning.** The sender listens at the ipc endpoint's path + ``.side``. A welcomed receiver connects there, and
-introduces itself with the nonce of its incarnation; the sender ties the side channel to that peer and answers with a
-greeting, or hangs up. The receiver writes nothing else before the greeting. Both check that the other end is the same
-user's (``SO_PEERCRED``). When the receiver loses the ZeroMQ connection, it closes its side channel too, and opens
-another one with the next WELCOME. A side channel that ends means nothing else: ``pidfd`` reports ended processes.
+introduces itself with the nonce of its incarnation. The sender ties the side channel to that peer and answers with a
+greeting, or closes the connection. The receiver writes nothing else before the greeting. Both check that the process at
+the other end belongs to the same user (``SO_PEERCRED``). When the receiver loses the ZeroMQ connection, it closes its
+side channel too, and opens another one with the next WELCOME. The end of a side channel does not mean that a process
+has ended: ``pidfd`` reports that.
 
-**Order.** Only what :data:`BY_SIDE_CHANNEL` lists goes this way: UPDATE and AGAIN to the worker; FETCH, STAGED,
-APPLIED, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need not:
+**Order.** Only the instructions in :data:`BY_SIDE_CHANNEL` go this way: UPDATE and AGAIN to the worker; FETCH, STAGED,
+APPLIED, FAILED and RELEASED to the trainer. Messages by the two ways may arrive in another order than they were sent.
+This does no harm:
 
-- What goes through ZeroMQ never overtakes what has gone by the side channel: a packet is in the other's buffer when the
-  sending call returns, and each side empties the side channel before it handles a message from ZeroMQ. So BYE comes
-  after the UPDATE or APPLIED that was sent before it, and a PONG reports no less than what has come before it.
+- A message through ZeroMQ never overtakes one by the side channel, because a packet is in the receiving buffer when the
+  sending call returns, and each side drains the side channel before it handles a message from ZeroMQ. So BYE arrives
+  after the UPDATE or APPLIED that was sent before it, and a PONG reports all that arrived before it.
 - An UPDATE by the side channel may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the
-  worker has accepted already. Between a HELLO and its READY, hence for another epoch, and while the answer to a layout
-  is due, the sender does not use the side channel. One UPDATE at a time is outstanding; the serial number tells an
-  older one, or its chunks, and the worker drops those.
-- What the worker sends by the side channel may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and a short
-  APPLIED name the UPDATE that they are about. Other APPLIED and FAILED carry versions, of which the highest counts.
-  RELEASED names the latest UPDATE that it knows of. A PONG that comes late differs by its number from one that has seen
-  the latest UPDATE. Nothing overtakes HELLO, because the side channel begins with the WELCOME to it.
+  worker has already accepted. The sender does not use the side channel between a HELLO and its READY, so never before
+  the worker has adopted the sender's epoch. Nor does it while the answer to a layout is due. Only one UPDATE is
+  outstanding at a time. The worker recognises an older UPDATE and its chunks by the serial, and drops them.
+- An instruction of the worker's may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and a short APPLIED name
+  their UPDATE. Other APPLIED and FAILED carry versions, of which the trainer keeps the highest. RELEASED names the
+  latest UPDATE that the worker knows of. A late PONG has another number than one that has seen the latest UPDATE.
+  Nothing overtakes HELLO, because the side channel is opened after the WELCOME to it.
 
-The next PING and PONG repair what is lost with a side channel that breaks, like any lost message. Data that was written
+If a side channel breaks, the next PING and PONG repair what was lost, as for any lost message. Data that was written
 before a side channel is closed still arrives.
 
-A packet is a message in one piece: the number of payload frames, their lengths, the frames, and the instruction's
-header, which is as large as what is left.
+A packet is a whole message: the number of payload frames, their lengths, the frames, and the instruction's header,
+which fills the rest of the packet.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net.processes import owned
+from asyncsync.net.processes import closed_in_child
+from asyncsync.net.zmq_socket import Crash
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Instruction
@@ -57,33 +60,31 @@ BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     | {messages.Fetch, messages.Staged, messages.Applied, messages.Failed, messages.Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
-MAX_FRAMES = 255
-ALONE = b"\0"  # no payload frames; followed by the header, it is a packet
+MAX_PACKET_FRAMES = 255
+NO_PAYLOAD = b"\0"  # the number of payload frames; a packet without payload is this byte and the header
 INTRODUCTION = b"asyncsync side channel 1:"
 GREETING = b"asyncsync side channel 1!"
 BACKLOG = 1024
-# Connections that have not introduced themselves yet; when there are more, the oldest has to go.
-MAX_STRANGERS = 64
-# More than a socket's buffer holds: emptying it comes to an end even if the other side goes on filling it.
-MAX_QUEUED = 10_000
+MAX_STRANGERS = 64  # connections that have not introduced themselves; if there are more, the oldest is closed
+# More packets than a socket's buffer holds, so that draining ends even if the other side continues to send.
+MAX_DRAINED = 10_000
 
 _CREDENTIALS = struct.Struct("3i")
 
 Receive = Callable[[memoryview], None]
-Crash = Callable[[BaseException], None]
 
 
-def join(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
+def join_packet(frames: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers of the packet of a message, which has a header and up to :data:`MAX_PACKET_FRAMES` payload frames."""
     header, *payload = frames
     if not payload:
-        return [ALONE, header]
+        return [NO_PAYLOAD, header]
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
 
 
-def split(packet: memoryview) -> list[memoryview]:
+def split_packet(packet: memoryview) -> list[memoryview]:
     """The message in a packet: views of its header and payload frames. Raises LimitExceeded for more bytes than a
-    packet can have, ProtocolError for anything else that :func:`join` does not make."""
+    packet can have, ProtocolError for anything else that :func:`join_packet` does not make."""
     size = len(packet)
     if size > MAX_PACKET:
         raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
@@ -102,9 +103,9 @@ def split(packet: memoryview) -> list[memoryview]:
     return [packet[start:], *frames]
 
 
-def read(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
-    """The instruction and the payload in the frames of a packet. Raises LimitExceeded or ProtocolError if it is
-    malformed, or no instruction that goes by the side channel."""
+def decode_packet(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """Decode the frames of a packet into an instruction and its payload. Raises LimitExceeded or ProtocolError if they
+    are malformed, or hold an instruction that does not go by the side channel."""
     instruction, payload = decode(frames)
     if type(instruction) not in BY_SIDE_CHANNEL:
         raise ProtocolError(f"{type(instruction).__name__} does not go by the side channel")
@@ -114,10 +115,10 @@ def read(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
 class SideChannel:
     """One connection, served by callbacks of the running loop.
 
-    ``connection`` does not block; :meth:`close` closes it. The side channels of one loop may share the ``buffer``.
-    ``ended`` is called when the other side has closed the side channel, or it has broken; ``receive`` with each packet,
-    a view that is good for the time of the call. :meth:`send` may be called once it is ``open``: both sides have
-    introduced themselves; ``sent`` counts that.
+    ``connection`` is a non-blocking socket, which :meth:`close` closes. The side channels of one loop may share a
+    ``buffer``. ``receive`` is called with each packet, a view that is valid during the call. ``ended`` is called when
+    the other side has closed the connection, or it has broken. :meth:`send` may be called once the side channel is
+    ``open``: the receiver has introduced itself, and the sender has greeted it.
     """
 
     receive: Receive
@@ -132,12 +133,11 @@ class SideChannel:
         self._loop = asyncio.get_running_loop()
         self.open = False
         self.closed = False
-        self.sent = 0
-        owned.add(self)
-        self._loop.add_reader(connection.fileno(), self.take)
+        closed_in_child.add(self)
+        self._loop.add_reader(connection.fileno(), self._receive_one)
 
-    def take(self) -> bool:
-        """Take in one packet; False if there was none."""
+    def _receive_one(self) -> bool:
+        """Receive one packet. Returns False if none has arrived."""
         if self.closed:
             return False
         try:
@@ -145,8 +145,8 @@ class SideChannel:
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            # It was closed with something unread; what it had sent before can still be read, but uvloop (libuv) does
-            # not call again after an error.
+            # The other side closed the connection with unread packets. The packets that it sent can still be read, but
+            # uvloop (libuv) does not call this again after an error.
             self.drain()
             return False
         except OSError:
@@ -162,31 +162,28 @@ class SideChannel:
         return size > 0
 
     def drain(self) -> None:
-        """Take in all that has come: it was sent before the message that the caller is about to handle."""
-        for _ in range(MAX_QUEUED):
-            if not self.take():
+        """Receive all packets that have arrived: they were sent before the message that the caller will handle next."""
+        for _ in range(MAX_DRAINED):
+            if not self._receive_one():
                 return
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send a message in one packet; False if it is too large, or there is no room for it at present."""
-        # Of header and payload frames, each takes its length and at most four bytes more.
-        if len(frames) > MAX_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
+        """Send a message in one packet. Returns False if the message is too large, or was not sent."""
+        # Each frame takes its own length and at most four bytes more.
+        if len(frames) > MAX_PACKET_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
             return False
-        if not self.write(join(frames)):
-            return False
-        self.sent += 1
-        return True
+        return self.write(join_packet(frames))
 
     def write(self, buffers: Sequence[Buffer]) -> bool:
-        """Send a packet, in these pieces; False if it has not been sent."""
+        """Send these buffers as one packet. Returns False if it was not sent."""
         try:
             self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:
-            return False  # full, or broken: reading will show which
+            return False  # the buffer is full or the connection broken: the next read will tell
         return True
 
     def close(self) -> None:
-        """Idempotent. What was sent arrives."""
+        """Close the connection. Packets that were sent still arrive. Idempotent."""
         if self.closed:
             return
         self.open, self.closed = False, True
@@ -194,17 +191,17 @@ class SideChannel:
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
-    def disown(self) -> None:
-        """In a forked child: the connection is the parent's, and so is its loop."""
+    def close_in_child(self) -> None:
+        """In a forked child: the parent still uses the connection and its loop."""
         self.open, self.closed = False, True
         self._socket.close()
 
 
 class SideChannels:
-    """The sender's end: a listening socket, and the side channels of the workers that introduced themselves, by nonce.
+    """The sender's end: a listening socket, and in ``of``, by nonce, the side channels that introduced themselves.
 
-    ``introduce`` takes a receiver's nonce, and returns what is to be called with its packets; None turns it away. If no
-    ``path`` is given, or no socket can be made there, nobody connects.
+    ``introduce`` takes a receiver's nonce, and returns the function to call with its packets, or None to turn it away.
+    Without a ``path``, or if no socket can be created there, no receiver connects.
     """
 
     def __init__(self, path: Path | None, introduce: Callable[[bytes], Receive | None], crash: Crash) -> None:
@@ -216,7 +213,7 @@ class SideChannels:
         self._loop = asyncio.get_running_loop()
         self._socket = None if path is None else _listen(path)
         if self._socket is not None:
-            owned.add(self)
+            closed_in_child.add(self)
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -225,26 +222,26 @@ class SideChannels:
             connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: the workers in the queue would wait for ever
+        except OSError as error:  # out of descriptors: the workers in the queue must not wait for ever
             logger.warning("cannot open more side channels; small instructions go through ZeroMQ: %s", error)
-            self._deafen()
+            self._stop_listening()
             return
         connection.setblocking(False)
-        if not _is_ours(connection):
+        if not _is_same_user(connection):
             connection.close()
             return
-        channel = SideChannel(connection, self._buffer, self._ended, self._crash)
+        channel = SideChannel(connection, self._buffer, self._remove, self._crash)
         channel.receive = partial(self._introduced, channel)
         self._strangers[channel] = None
         if len(self._strangers) > MAX_STRANGERS:
-            self._forget(next(iter(self._strangers)))
+            self._close(next(iter(self._strangers)))
 
     def _introduced(self, channel: SideChannel, packet: memoryview) -> None:
-        said = bytes(packet[: len(INTRODUCTION) + 17])
-        nonce = said.removeprefix(INTRODUCTION)
-        receive = self._introduce(nonce) if said.startswith(INTRODUCTION) else None
+        text = bytes(packet[: len(INTRODUCTION) + 17])  # a nonce of 16 bytes, and one more if the packet is too long
+        nonce = text.removeprefix(INTRODUCTION)
+        receive = self._introduce(nonce) if text.startswith(INTRODUCTION) else None
         if receive is None or not channel.write([GREETING]):
-            self._forget(channel)
+            self._close(channel)
             return
         del self._strangers[channel]
         if nonce in self.of:
@@ -252,47 +249,44 @@ class SideChannels:
         channel.receive, channel.open = receive, True
         self.of[nonce] = channel
 
-    def _ended(self, channel: SideChannel) -> None:
+    def _remove(self, channel: SideChannel) -> None:
         self._strangers.pop(channel, None)
         self.of = {nonce: other for nonce, other in self.of.items() if other is not channel}
 
-    def _forget(self, channel: SideChannel) -> None:
+    def _close(self, channel: SideChannel) -> None:
         channel.close()
-        self._ended(channel)
+        self._remove(channel)
 
     def close_others(self, nonces: Collection[bytes]) -> None:
-        """Close the side channels of all others."""
+        """Close all side channels but those of these nonces."""
         for nonce in self.of.keys() - nonces:
             self.of.pop(nonce).close()
 
-    def _deafen(self) -> None:
-        if self._socket is not None:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+    def _stop_listening(self) -> None:
+        if self._socket is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self.close_in_child()
 
     def close(self) -> None:
-        """Close everything, idempotent; the path is left to the owner of the endpoint's lock."""
-        self._deafen()
+        """Close the listener and all side channels. Idempotent. The owner of the endpoint's lock removes the path."""
+        self._stop_listening()
         for channel in [*self._strangers, *self.of.values()]:
-            self._forget(channel)
+            self._close(channel)
 
-    def disown(self) -> None:
-        """In a forked child, as :meth:`SideChannel.disown`."""
+    def close_in_child(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
-def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideChannel | None:
-    """A receiver's side channel; None if there is nothing to connect to. It is :attr:`~SideChannel.open` once the
-    sender has agreed."""
+def connect_side_channel(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideChannel | None:
+    """Connect a receiver's side channel; None if that fails. It is :attr:`~SideChannel.open` once the sender has
+    greeted the receiver."""
     connection: socket.socket | None = None
     try:
         connection = _socket()
         connection.connect(os.fspath(path))
-        if not _is_ours(connection):
+        if not _is_same_user(connection):
             raise PermissionError(f"{path} belongs to another user")
         connection.send(INTRODUCTION + nonce)
     except OSError as error:
@@ -301,19 +295,19 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
             connection.close()
         return None
 
-    def greeted(packet: memoryview) -> None:
+    def receive_greeting(packet: memoryview) -> None:
         if packet == GREETING:
             channel.receive, channel.open = receive, True
         else:
             channel.close()
 
     channel = SideChannel(connection, memoryview(bytearray(MAX_PACKET + 1)), lambda channel: None, crash)
-    channel.receive = greeted
+    channel.receive = receive_greeting
     return channel
 
 
 def _socket() -> socket.socket:
-    """A fresh socket. Raises OSError, as on macOS, which has none of this kind."""
+    """A new socket. Raises OSError, always on macOS, which does not have this type."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
     return connection
@@ -333,8 +327,8 @@ def _listen(path: Path) -> socket.socket | None:
     return connection
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
+def _is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this user."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError:

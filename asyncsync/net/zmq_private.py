@@ -1,4 +1,4 @@
-"""The private names of pyzmq that are used here."""
+"""The private names of pyzmq that asyncsync uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as Backend
 
-# pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
+# pyzmq's lower layer. A small message costs a third of what it costs through zmq.Socket, with its enums and options.
 get: Callable[[Any, int], Any] = Backend.get
 recv, send = Backend.recv, Backend.send
 
@@ -21,8 +21,8 @@ class _Socket(zmq.Socket[bytes]):
 
 
 class Context(zmq.Context[_Socket]):
-    """A context that the garbage collector leaves alone: terminated there, before its sockets are closed, it would wait
-    for them for ever. Whoever has made it closes it; see :meth:`asyncsync.bus.link.Link.shut_down_without_loop`."""
+    """A context that the garbage collector does not terminate, because termination would wait for ever for sockets that
+    are still open. Its creator must close it; see :meth:`asyncsync.bus.link.Link.shut_down_without_loop`."""
 
     _socket_class = _Socket
 

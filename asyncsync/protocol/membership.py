@@ -32,7 +32,7 @@ from asyncsync.protocol.targets import Peer, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Transfer
 from asyncsync.weights.encoding import is_decodable
 from asyncsync.wire import messages
-from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_END, Buffer, Cast, Epoch, Instruction
+from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_SUFFIX_BYTES, Buffer, Cast, Epoch, Instruction
 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
@@ -624,7 +624,7 @@ class FanOut:
             self.end()
             assert members[0].transfer is not None
             self._pushed, self._push_targets = Transfer(announcement, members[0].transfer.parts, 0), members
-        excluded = b"".join(sorted(nonce[-NONCE_END:] for nonce in others))
+        excluded = b"".join(sorted(nonce[-NONCE_SUFFIX_BYTES:] for nonce in others))
         return Cast(self._membership.epoch, since, excluded, pushes)
 
     # -- the bytes --------------------------------------------------------------------------------------------------

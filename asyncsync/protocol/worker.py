@@ -454,10 +454,13 @@ class Worker:
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
         """Handle a message to many workers at once; to which ones, see :mod:`asyncsync.protocol.membership`."""
-        mine, excluded = self.session.nonce[-messages.NONCE_END :], cast.excluded
+        mine, excluded = self.session.nonce[-messages.NONCE_SUFFIX_BYTES :], cast.excluded
         if cast.since != self.serial:
             return
-        if any(excluded[i : i + messages.NONCE_END] == mine for i in range(0, len(excluded), messages.NONCE_END)):
+        if any(
+            excluded[i : i + messages.NONCE_SUFFIX_BYTES] == mine
+            for i in range(0, len(excluded), messages.NONCE_SUFFIX_BYTES)
+        ):
             return
         instruction, payload = decode(payload)
         if getattr(instruction, "epoch", None) != cast.epoch:
@@ -470,7 +473,7 @@ class Worker:
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.serial:
             if self.steady(again.serial) is not None:  # an interrupt struck between applying and reporting it
-                self.session.send(messages.Applied.at_once(again.epoch, again.serial))
+                self.session.send(messages.Applied.short_form(again.epoch, again.serial))
             return
         if self.base is None or self.base[0] != again.since or self.serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")
@@ -478,7 +481,7 @@ class Worker:
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
-        self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
+        self._on_update(again.as_update(part), (b"", *(payload or (b"",))), now)
 
     # -- the bytes of an update ----------------------------------------------------------------------------------------
 
@@ -725,7 +728,7 @@ class Worker:
         # The short form speaks for one part. Of several parts, this worker may have left some out.
         is_whole = self.base is not None and self.base[0] == staging.serial
         if at_once and is_whole and serial == staging.serial and not in_use:
-            session.send(messages.Applied.at_once(staging.epoch, staging.serial))
+            session.send(messages.Applied.short_form(staging.epoch, staging.serial))
         else:
             session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 

@@ -184,13 +184,13 @@ class EmbeddedRelay:
 
     def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
         self.endpoint = draw_endpoint()
-        credentials = None if keys is None else partial(keys.receiver, 0)
+        credentials = None if keys is None else partial(keys.read_for_receiver, 0)
         self._relay: Relay | None = None
         loop_thread.run(partial(self._open, upstream, credentials))
 
     async def _open(self, upstream: str, credentials: Callable[[], Credentials] | None) -> None:
         self._relay = Relay(upstream, self.endpoint, shared=True, credentials=credentials)
-        loop_thread.keep(self._end, True)
+        loop_thread.set_open(self._end, True)
 
     async def _end(self, timeout: float) -> None:
         relay, self._relay = self._relay, None
@@ -198,7 +198,7 @@ class EmbeddedRelay:
             try:
                 await relay.shutdown()
             finally:
-                loop_thread.keep(self._end, False)
+                loop_thread.set_open(self._end, False)
 
     def close(self) -> None:
         """Leave; may be called again."""

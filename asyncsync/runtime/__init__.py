@@ -1,1 +1,1 @@
-"""Runtime: threads, the process's one loop thread, the end of the process, signals."""
+"""Threads, the process's one event loop on a thread of its own, the end of the process, and signals."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio import _get_running_loop as running_loop  # None where none runs: an exception takes ten times as long
+from asyncio import _get_running_loop as running_loop  # returns None without a loop; raising takes ten times as long
 
 __all__ = ["running_loop"]

@@ -1,15 +1,15 @@
-"""A daemon thread for large copies and blocking native calls, handed out as awaitables; futures that other threads
-settle; waits that Ctrl-C ends, and those that another thread ends.
+"""Daemon threads for large copies and blocking native calls, and the waits between threads and event loops.
 
-A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native
-call is stuck.
+The threads are our own, because the executor threads of anyio and asyncio keep the interpreter alive while a native
+call is stuck. Ctrl-C can end every blocking wait here. Another thread can end a wait for the library's event loop by an
+:class:`Interruption`::
 
     interruption = Interruption()
-    with interrupted_by(interruption):       # in the thread: waits on the library's loop can be interrupted
+    with interrupted_by(interruption):       # in the waiting thread
         MultiAsyncCollector(...)
-    interruption.interrupt()                 # from any other: the wait under way, or the next one, is cancelled
+    interruption.interrupt()                 # in any other thread: cancels the current such wait, or else the next one
 
-What cleans up must run to its end: ``with interrupted_by(None): ...``. Nor may Ctrl-C interrupt a process that starts.
+Clean-up must run to its end, so it runs in ``with interrupted_by(None): ...``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-import os
 import queue
 import signal
 import threading
@@ -32,56 +31,56 @@ from asyncsync.runtime.asyncio_private import running_loop
 
 T = TypeVar("T")
 
-# Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the
-# wait, or to another thread, does not end it: so no portion of a wait is longer than this.
-LOOK_SECONDS = 0.1
-yield_core = os.sched_yield
-"""Let a thread go first that waits for this one's core; free where there is none."""
+# The main thread handles a signal when the system call that it waits in returns. A signal that arrives just before the
+# wait, or in another thread, does not end that call. So no single wait is longer than this.
+SIGNAL_CHECK_SECONDS = 0.1
 
 
-def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
-    """Wait in portions, between which signals are handled; False if it is in vain. ``wait`` waits for at most so many
-    seconds, and returns whether it has come. ``timeout``: seconds; None: no limit."""
+def wait_interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
+    """Call ``wait(seconds)``, which waits for at most so many seconds, until it returns True. Signals are handled
+    between the calls. Returns whether ``wait`` has returned True within ``timeout`` seconds; None: no limit."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > LOOK_SECONDS:
-        if wait(LOOK_SECONDS):
+    while (left := deadline - time.monotonic()) > SIGNAL_CHECK_SECONDS:
+        if wait(SIGNAL_CHECK_SECONDS):
             return True
     return wait(max(0.0, left))
 
 
 def until_done(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """Wait until it is done, however it ends; False if it is not after so many seconds. None: without a limit."""
-    # A plain lock: an exception that strikes inside a Condition may leave that locked, and the thread that settles the
-    # future waiting without end.
-    ended = threading.Lock()
-    ended.acquire()
-    future.add_done_callback(lambda _: ended.release())
-    return interruptibly(lambda seconds: ended.acquire(timeout=seconds), timeout)
+    """Wait until a future is done, however it ends. Returns False after ``timeout`` seconds; None: no limit."""
+    # A plain lock, because an exception that strikes inside a Condition may leave the Condition locked. The thread that
+    # sets the future's result would then wait for ever.
+    done = threading.Lock()
+    done.acquire()
+    future.add_done_callback(lambda _: done.release())
+    return wait_interruptibly(lambda seconds: done.acquire(timeout=seconds), timeout)
 
 
 async def until_done_async(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """:func:`until_done` without blocking the running loop. Cancelled, it leaves the future alone."""
-    # asyncio.wrap_future would cancel it, and report an exception that is somebody else's to read.
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda _: settle(ended))
-    await asyncio.wait([ended], timeout=timeout)
+    """:func:`until_done` without blocking the running loop. Cancelling this does not cancel the future."""
+    # asyncio.wrap_future would cancel it, and would report an exception that only the future's owner should read.
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda _: settle(done))
+    await asyncio.wait([done], timeout=timeout)
     return future.done()
 
 
 def join(thread: threading.Thread, timeout: float) -> bool:
-    """Wait for its end; False if it has not ended after so many seconds."""
+    """Wait until a thread ends. Returns False if it is still alive after ``timeout`` seconds."""
 
-    def ended(seconds: float) -> bool:
+    def has_ended(seconds: float) -> bool:
         thread.join(seconds)
         return not thread.is_alive()
 
-    return interruptibly(ended, timeout)
+    return wait_interruptibly(has_ended, timeout)
 
 
 async def finish(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
-    """Await a future to its end even if cancelled meanwhile; the cancellation is raised afterwards. For work that
-    cannot be taken back once begun, such as a thread that reads the caller's tensors. ``on_cancel``: called once, if
-    cancelled, to bring the end about."""
+    """Await a future to its end, even if the caller is cancelled meanwhile; raise the cancellation afterwards.
+
+    For work that cannot be undone once it has begun, such as a thread that reads the caller's tensors. The first
+    cancellation calls ``on_cancel``, which may make the work end sooner.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -92,7 +91,7 @@ async def finish(future: asyncio.Future[T], on_cancel: Callable[[], object] = la
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # retrieved: the cancellation is what the caller sees
+            future.exception()  # marks it as retrieved, because the caller sees the cancellation instead
         try:
             raise cancelled
         finally:
@@ -101,7 +100,7 @@ async def finish(future: asyncio.Future[T], on_cancel: Callable[[], object] = la
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> bool:
-    """Have a loop call this; from any thread. False: it is closed, and nobody waits there any more."""
+    """From any thread: have a loop call this function. Returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
@@ -110,21 +109,21 @@ def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -
 
 
 def settle(future: asyncio.Future[T], result: Any = None, error: BaseException | None = None) -> None:
-    """From any thread: give a future of some event loop its result, or its exception. Nothing happens if it is done by
-    then, or if its loop was closed: nobody awaits it any more."""
+    """From any thread: have a future's loop give it this result or this exception. Does nothing if the future is done
+    by then, or if its loop is closed and so nothing awaits it any more."""
 
-    def here() -> None:
+    def set_outcome() -> None:
         if not future.done():
             if error is None:
                 future.set_result(result)
             else:
                 future.set_exception(error)
 
-    call_soon(future.get_loop(), here)
+    call_soon(future.get_loop(), set_outcome)
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What a user's code raised, as something that a future can carry and a caller can catch."""
+    """What a user's code raised, as an exception that a future can carry and a caller can catch."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     shown = RuntimeError(repr(error))
@@ -133,7 +132,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 class WorkThread:
-    """Runs functions one after another in a thread that starts at first use and ends with :meth:`close`."""
+    """Runs functions one after another in a daemon thread. The thread starts with the first function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,13 +140,13 @@ class WorkThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``function`` in the thread; the future belongs to the running loop."""
+        """Run ``function`` in the thread. The future belongs to the running loop."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def job() -> None:
             try:
                 result = function()
-            except BaseException as error:  # handed to the awaiting coroutine
+            except BaseException as error:  # raised in the coroutine that awaits the future
                 settle(future, error=as_exception(error) if isinstance(error, StopIteration) else error)
             else:
                 settle(future, result)
@@ -155,9 +154,9 @@ class WorkThread:
         self._put(job)
         return future
 
-    def call(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """:meth:`submit` where no loop runs. Cancelling the future withdraws the call, and what it refers to, unless it
-        has begun."""
+    def submit_concurrent(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """:meth:`submit` for callers without a running loop. Cancelling the future before the function has begun
+        withdraws it, and drops the reference to it."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         calls = [function]
         future.add_done_callback(lambda _: calls.clear())
@@ -166,7 +165,7 @@ class WorkThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(calls[0]())
-                except BaseException as error:  # handed to whoever takes the result
+                except BaseException as error:  # raised where the result is taken
                     future.set_exception(error)
 
         self._put(job)
@@ -177,7 +176,7 @@ class WorkThread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter is ending, and starts no threads any more
+            except RuntimeError:  # the interpreter is ending and starts no more threads
                 job()
                 return
             self._thread = thread
@@ -185,7 +184,6 @@ class WorkThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     def _run(self) -> None:
@@ -194,8 +192,8 @@ class WorkThread:
             del job
 
     def abandon(self, last: Callable[[], None] | None = None) -> None:
-        """End the thread after what was submitted, and after ``last``, without waiting: it may be blocked without
-        end."""
+        """End the thread after the functions submitted so far, and after ``last``. Does not wait, because the thread
+        may be blocked for ever."""
         if self._thread is not None:
             self._thread = None
             if last is not None:
@@ -203,7 +201,7 @@ class WorkThread:
             self._jobs.put(None)
 
     async def close(self) -> None:
-        """End the thread after what was submitted; waits for it."""
+        """End the thread after the functions submitted so far, and wait for it."""
         if self._thread is not None:
             thread, last = self._thread, self.submit(lambda: None)
             self.abandon()
@@ -211,10 +209,12 @@ class WorkThread:
             thread.join(1.0)
 
 
-async def elsewhere(name: str, function: Callable[[], T], on_cancel: Callable[[], object] = lambda: None) -> T:
-    """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run;
-    ``on_cancel`` is called to have it end sooner. Where no event loop runs, as in a blocking shutdown after its bus has
-    ended, the function is called here."""
+async def run_in_thread(name: str, function: Callable[[], T], on_cancel: Callable[[], object] = lambda: None) -> T:
+    """Run a function in a daemon thread that ends with it. If the caller is cancelled, this calls ``on_cancel``, which
+    may make the function end sooner, and raises once the function has returned.
+
+    Where no event loop runs, as in a blocking shutdown after its bus has ended, the function is called here.
+    """
     if running_loop() is None:
         return function()
     thread = WorkThread(name)
@@ -224,22 +224,22 @@ async def elsewhere(name: str, function: Callable[[], T], on_cancel: Callable[[]
         thread.abandon()
 
 
-async def until_cancelled(name: str, function: Callable[[threading.Event], T]) -> T:
-    """Run ``function(over)`` in a daemon thread of its own, which ends with it. Cancelled, this raises at once, and
-    ``over`` is set."""
-    over, thread = threading.Event(), WorkThread(name)
+async def run_in_stoppable_thread(name: str, function: Callable[[threading.Event], T]) -> T:
+    """Run ``function(stop)`` in a daemon thread that ends with it. If the caller is cancelled, this sets ``stop``, and
+    raises at once."""
+    stop, thread = threading.Event(), WorkThread(name)
     try:
-        return await thread.submit(partial(function, over))
+        return await thread.submit(partial(function, stop))
     finally:
-        over.set()
+        stop.set()
         thread.abandon()
 
 
-_here = threading.local()
+_thread_local = threading.local()
 
 
 class Interruption:
-    """Cancels one wait of one thread, which raises CancelledError there; what then cleans up may wait again."""
+    """Cancels one wait of one thread, which raises CancelledError there. The thread's clean-up may wait again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -247,7 +247,7 @@ class Interruption:
         self._cancel: Callable[[], object] | None = None
 
     def interrupt(self) -> None:
-        """From any thread. Without effect if there is no further wait."""
+        """From any thread: cancel the current wait, or else the next one. Has no effect if the thread never waits."""
         with self._lock:
             self._is_due = True
             cancel = self._cancel
@@ -256,7 +256,7 @@ class Interruption:
 
     @contextmanager
     def during(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """A wait, and what cancels it."""
+        """A block that waits, and the function that cancels the wait."""
         with self._lock:
             self._cancel, is_due = cancel, self._is_due
         if is_due:
@@ -273,25 +273,25 @@ class Interruption:
 
 @contextmanager
 def interrupted_by(interruption: Interruption | None) -> Iterator[None]:
-    """A block of the calling thread in which this cancels a wait; None: nothing does."""
-    before, _here.interruption = getattr(_here, "interruption", None), interruption
+    """A block in which this interruption can cancel a wait of the calling thread; None: nothing can."""
+    before, _thread_local.interruption = getattr(_thread_local, "interruption", None), interruption
     try:
         yield
     finally:
-        _here.interruption = before
+        _thread_local.interruption = before
 
 
 def interruptible(cancel: Callable[[], object]) -> AbstractContextManager[None]:
-    """A wait of the calling thread, and what cancels it, if anything may interrupt it."""
-    interruption: Interruption | None = getattr(_here, "interruption", None)
+    """A block in which the calling thread waits. Its interruption, if it has one, calls ``cancel`` to end the wait."""
+    interruption: Interruption | None = getattr(_thread_local, "interruption", None)
     return nullcontext() if interruption is None else interruption.during(cancel)
 
 
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """A process that this thread starts in here has SIGINT blocked: Ctrl-C cannot interrupt its imports with a
-    traceback."""
-    resource_tracker.ensure_running()  # started inside, it would unblock SIGINT
+    """A block in which this thread starts a process that has SIGINT blocked, so that Ctrl-C cannot interrupt its
+    imports with a traceback."""
+    resource_tracker.ensure_running()  # first: if it started inside the block, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

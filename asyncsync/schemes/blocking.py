@@ -156,7 +156,7 @@ class Bus(BusCore):
         # The values of the sources, taken here and now.
         return {topic: Extracted(source) for topic, source in now(self._extract(weights, workers)).items()}
 
-    _awaitable = staticmethod(loop_thread.awaitable)
+    _awaitable = staticmethod(loop_thread.run_async)
 
     @property
     def _running(self) -> TrainerLink | WorkerLink | None:
@@ -166,14 +166,14 @@ class Bus(BusCore):
 
     def run_on_loop(self, make: Make[T]) -> T:
         async def tended() -> T:
-            loop_thread.keep(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
+            loop_thread.set_open(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
             try:
                 return await make()
             finally:
                 if (link := self._running) is not None and self.is_shut_down:
                     await link.shutdown()  # another thread has shut this bus down just before the link was opened
                 # Again: another call, which has found no link, may have let it go.
-                loop_thread.keep(self._shutdown, self._running is not None)
+                loop_thread.set_open(self._shutdown, self._running is not None)
 
         return loop_thread.run(tended)
 
@@ -184,7 +184,7 @@ class Bus(BusCore):
             self.run_on_loop(make)
 
     def read_link(self, function: Callable[[], T]) -> T:
-        if self._link is None or self._link.closed or loop_thread.is_here():
+        if self._link is None or self._link.closed or loop_thread.is_current():
             return function()
         if self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")

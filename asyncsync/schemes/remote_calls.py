@@ -37,8 +37,8 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
-from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
-from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.net.rendezvous import MEETING_THREAD, Introduction, MeetingPlace
+from asyncsync.runtime.threads import run_in_thread, settle
 from asyncsync.schemes import aio
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
 from asyncsync.schemes.scheme import Scheme
@@ -378,7 +378,7 @@ class RPCCore(RemoteCallCore):
             return calling
 
         try:
-            calling = await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            calling = await run_in_thread("asyncsync-call", begin)  # it may connect, which blocks
             await done
             failure: Exception | None = calling.value()
         except RuntimeError as error:
@@ -450,7 +450,8 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+            # The actor is this sender's, also if it is cancelled meanwhile.
+            await run_in_thread(MEETING_THREAD, self._start)
         try:
             await _called(self.actor.is_there)
         except NotConnected as error:
@@ -483,18 +484,18 @@ class ActorPlace(MeetingPlace):
         options = {"name": self._name, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
         self.actor = the_ray().remote(ConnectionInfo).options(**options).remote()
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         ray = the_ray()
         try:
             answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
-            while not over.is_set():
+            while not stop.is_set():
                 with suppress(TimeoutError):
                     return answer.result(LOOK_FOR_ANSWER_SECONDS)
         except (ValueError, ray.exceptions.RayError) as error:
             raise NotConnected(str(error)) from error
         raise NotConnected("there is no answer yet")
 
-    async def asked(self) -> tuple[int, int]:
+    async def next_question(self) -> tuple[int, int]:
         worker: int = await _called(self.actor.asked)
         return worker, worker
 
@@ -504,9 +505,9 @@ class ActorPlace(MeetingPlace):
     async def end(self) -> None:
         actor, self.actor = self.actor, None
         if actor is not None:
-            await elsewhere(THREAD, partial(kill, actor))
+            await run_in_thread(MEETING_THREAD, partial(kill, actor))
 
-    def late(self, seconds: float, worker: int | None = None) -> str:
+    def timeout_text(self, seconds: float, worker: int | None = None) -> str:
         if worker is None:
             late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
         else:
@@ -578,7 +579,7 @@ class RayCore(RemoteCallCore):
         return ActorPlace(self.connection_info_name)
 
     async def _host(self) -> str:
-        host: str = await elsewhere(THREAD, lambda: the_ray().util.get_node_ip_address())
+        host: str = await run_in_thread(MEETING_THREAD, lambda: the_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:

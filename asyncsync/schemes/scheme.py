@@ -656,7 +656,7 @@ class Scheme(ABC):
                 yield
         except TimeoutError as error:
             self._check_open()
-            raise NotConnected(place.late(timeout, worker)) from error
+            raise NotConnected(place.timeout_text(timeout, worker)) from error
         finally:
             del self._meetings[limit]
 

@@ -13,8 +13,8 @@ from torch import distributed
 from asyncsync.arguments import checked, declared
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import INTRODUCED, address_towards, own_address
-from asyncsync.net.rendezvous import THREAD
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.net.rendezvous import MEETING_THREAD
+from asyncsync.runtime.threads import run_in_thread
 from asyncsync.schemes import aio
 from asyncsync.schemes.options import DistributedOptions, Strategy
 from asyncsync.schemes.scheme import Scheme
@@ -144,7 +144,7 @@ class DistributedCore(Scheme):
             )
 
     async def _host(self) -> str:
-        return await elsewhere(THREAD, self._listens_at)
+        return await run_in_thread(MEETING_THREAD, self._listens_at)
 
 
 def _client_of(store_info: Address | None, timeout: float) -> Any:

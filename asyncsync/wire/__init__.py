@@ -1,1 +1,1 @@
-"""The wire: the instructions, the checks of their fields, and how both are encoded. No I/O."""
+"""The wire: the messages, the checks of their fields, and their encoding. No I/O."""

@@ -1,11 +1,12 @@
-"""Instructions as bytes: msgpack headers, validated field by field.
+"""Messages as bytes: msgpack headers, validated field by field.
 
-A message is a header frame, ``[protocol, kind, field, …]``, and payload frames. The decoder accepts what the encoder
-produces and raises :class:`ProtocolError` for everything else; nothing is allocated on the word of a peer, there is no
-pickle and no msgpack ext type.
+A message is a header frame, which encodes an instruction as ``[protocol, kind, field, …]``, and payload frames. The
+decoder accepts what the encoder produces, and raises :class:`ProtocolError` for everything else. It allocates no memory
+for a size that a peer only announces, and it accepts neither pickle nor msgpack ext types.
 
-AGAIN and the short APPLIED, of which a training loop's updates mostly consist, have a fixed form without msgpack. Their
-first byte begins no msgpack value, the second is the instruction's kind, the epoch follows.
+AGAIN and the short form of APPLIED have a fixed form without msgpack, because most messages of a training loop are of
+these two kinds. The first byte of a fixed form begins no msgpack value. The second byte is the instruction's kind, and
+the epoch follows.
 """
 
 from __future__ import annotations
@@ -22,22 +23,21 @@ import msgpack
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 from asyncsync.wire import messages
-from asyncsync.wire.messages import MAX_START, Again, Applied, Buffer, Epoch, Instruction, show
+from asyncsync.wire.messages import MAX_START, Again, Applied, Buffer, Epoch, Instruction, excerpt
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
 MAX_FRAMES = 2050
-MAX_VALUES = 24 * messages.MAX_MODELS  # a part takes ten, what is in use of a model twelve
+MAX_VALUES = 24 * messages.MAX_MODELS  # a part has ten values, the slabs in use of one model have twelve
 PROTOCOL = 4
-FIXED = 0xC1  # which msgpack does not use
-HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
-AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
-_AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
-_APPLIED = Struct(HEAD.format + "Q")
-_SMALL_HEADER = 512
+FIXED_FORM = 0xC1  # a first byte that msgpack does not use
+FIXED_HEAD = Struct("<BBQQ")  # FIXED_FORM, the kind, the epoch
+AGAIN_FIELDS = "QQQI"  # serial, since, version, the descriptor's length plus one; 0: no descriptor
+_AGAIN = Struct(FIXED_HEAD.format + AGAIN_FIELDS)
+_APPLIED = Struct(FIXED_HEAD.format + "Q")
+_SMALL_HEADER = 512  # bytes; its structure needs no check
 
-_BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
-_CHECKS = {cls: messages.check_of(cls) for cls in _BY_KIND.values()}
+_CHECK_BY_KIND = {kind: messages.check_of(cls) for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
 
 
 @cache
@@ -47,25 +47,25 @@ def _getter(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return get if len(names) > 1 else lambda item: (get(item),)
 
 
-def _values(item: Any) -> tuple[Any, ...]:
-    # dataclasses.astuple would copy them, deeply.
+def _field_values(item: Any) -> tuple[Any, ...]:
+    # Not dataclasses.astuple, which makes deep copies.
     return _getter(item.__class__)(item)
 
 
 def encode(instruction: Instruction) -> bytes:
-    """The header frame of an instruction. Text that is no Unicode, such as a file's name in a message, is mended."""
+    """The header frame of an instruction. Characters that UTF-8 cannot encode, as in some files' names, become "?"."""
     if isinstance(instruction, Applied) and instruction.serial:
         return encode_applied(instruction.epoch, instruction.serial)
     if isinstance(instruction, Again):
-        return encode_again(*_values(instruction))
-    values = [PROTOCOL, instruction.kind, *_values(instruction)]
-    header: bytes = msgpack.packb(values, unicode_errors="replace", default=_values)
+        return encode_again(*_field_values(instruction))
+    values = [PROTOCOL, instruction.kind, *_field_values(instruction)]
+    header: bytes = msgpack.packb(values, unicode_errors="replace", default=_field_values)
     return header
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
-    """An instruction and its payload frames, from an untrusted peer. Raises LimitExceeded where something is too large,
-    too deep or too often there, ProtocolError for anything else that no correct peer sends."""
+    """Decode a message of an untrusted peer into an instruction and its payload frames. Raises LimitExceeded for too
+    many frames, bytes, values or levels, and ProtocolError for all else that no correct peer sends."""
     if not frames:
         raise ProtocolError("an empty message")
     if len(frames) > MAX_FRAMES:
@@ -73,8 +73,8 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     header, payload = frames[0], frames[1:]
     if len(header) > MAX_HEADER:
         raise LimitExceeded(f"a header of {len(header)} bytes; the limit is {MAX_HEADER}")
-    is_fixed = len(header) > 1 and header[0] == FIXED
-    instruction = _decode_fixed(header) if is_fixed else _decode_plain(header)
+    is_fixed = len(header) > 1 and header[0] == FIXED_FORM
+    instruction = _decode_fixed(header) if is_fixed else _decode_msgpack(header)
     for frame in payload:
         if len(frame) > MAX_FRAME:
             raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
@@ -84,45 +84,43 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     return instruction, payload
 
 
-def _decode_plain(header: Buffer) -> Instruction:
+def _decode_msgpack(header: Buffer) -> Instruction:
     try:
-        # The decoder believes no count above the header's length. In a small header not even nested false counts can
-        # make it allocate much.
+        # msgpack refuses a count above the header's length. In a small header, even nested false counts cannot make it
+        # allocate much.
         if len(header) > _SMALL_HEADER:
             check_structure(header, max_depth=8, max_items=MAX_VALUES)
         raw = msgpack.unpackb(header, object_pairs_hook=_without_duplicates, max_ext_len=0)
-    except ProtocolError:
-        raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
+        raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {excerpt(str(error))}") from error
     if not isinstance(raw, list) or len(raw) < 2:
-        raise ProtocolError(f"not an instruction: {show(raw)}")
+        raise ProtocolError(f"not an instruction: {excerpt(raw)}")
     if type(raw[0]) is not int or raw[0] != PROTOCOL:
-        other = f"a message of protocol {show(raw[0])}; this side speaks {PROTOCOL}"
+        other = f"a message of protocol {excerpt(raw[0])}; this side speaks {PROTOCOL}"
         raise ProtocolError(f"{other}: use one version of asyncsync on all sides")
-    cls = _BY_KIND.get(raw[1]) if type(raw[1]) is int else None
-    if cls is None:
-        raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
+    check = _CHECK_BY_KIND.get(raw[1]) if type(raw[1]) is int else None
+    if check is None:
+        raise ProtocolError(f"an instruction of unknown kind {excerpt(raw[1])}")
     del raw[:2]
-    instruction: Instruction = _CHECKS[cls](raw)
+    instruction: Instruction = check(raw)
     return instruction
 
 
 def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ProtocolError("a map with a key that comes twice")
+        raise ProtocolError("a map that has a key twice")
     return table
 
 
 def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
     length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
-    return _AGAIN.pack(FIXED, Again.kind, *epoch, serial, since, version, length) + tail
+    return _AGAIN.pack(FIXED_FORM, Again.kind, *epoch, serial, since, version, length) + tail
 
 
 def encode_applied(epoch: Epoch, serial: int) -> bytes:
-    """:meth:`Applied.at_once`."""
-    return _APPLIED.pack(FIXED, Applied.kind, *epoch, serial)
+    """Encode :meth:`Applied.short_form`."""
+    return _APPLIED.pack(FIXED_FORM, Applied.kind, *epoch, serial)
 
 
 def _decode_fixed(header: Buffer) -> Again | Applied:
@@ -131,13 +129,13 @@ def _decode_fixed(header: Buffer) -> Again | Applied:
         _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
         tail = bytes(header[_AGAIN.size :])
         if start > MAX_START or not 0 < since < serial or not version or length > messages.MAX_DESCRIPTOR + 1:
-            raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
+            raise ProtocolError(f"an AGAIN that no trainer sends: {excerpt(bytes(header))}")
         if len(tail) != (length - 1 if length else 0):
-            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
+            raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor, not as many as it announces")
         return Again((start, random), serial, since, version, tail if length else None)
     if kind == Applied.kind and len(header) == _APPLIED.size:
         _, _, start, random, serial = _APPLIED.unpack(header)
         if start > MAX_START or not serial:
-            raise ProtocolError(f"an APPLIED that no worker sends: {show(bytes(header))}")
-        return Applied.at_once((start, random), serial)
-    raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
+            raise ProtocolError(f"an APPLIED that no worker sends: {excerpt(bytes(header))}")
+        return Applied.short_form((start, random), serial)
+    raise ProtocolError(f"a header in fixed form of kind {kind} and {len(header)} bytes, which is not known")

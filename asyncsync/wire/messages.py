@@ -3,29 +3,30 @@
 HELLO     worker → trainer   who I am, what I have; on every (re)connection
 WELCOME   trainer → worker   epoch, and the layouts of the models (payload: the encoded layouts)
 READY     worker → trainer   these layouts fit my models
-REFUSED   worker → trainer   this one does not, and why
-UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
+REFUSED   worker → trainer   this layout does not fit, and why
+UPDATE    trainer → worker   a list of parts, one per model; small parts bring their payload
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
 PULL      worker → trainer   FETCH, to one of several processes that have the bytes of a version
-CHUNK     trainer → worker   a piece of one part, as it is or as fewer bytes
+CHUNK     trainer → worker   a piece of one part, plain or encoded
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
-DROP      trainer → worker   what you have staged as that version will not be applied; or: I do not have it
-AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
+DROP      trainer → worker   do not apply what you have staged as that version; or: I do not have that version
+AGAIN     trainer → worker   the previous UPDATE, with newer bytes: one part, everything else unchanged
 STAGED    worker → trainer   all parts are here and checked
-APPLIED   worker → trainer   the versions my models hold now; in short, that they hold what that AGAIN has brought
+APPLIED   worker → trainer   the versions that my models hold now; short form: they hold what that AGAIN brought
 FAILED    worker → trainer   applying raised, with the traceback
 RELEASED  worker → trainer   which leased slabs are still in use, and nothing else
-PING/PONG both ways          liveness, and the state that repairs whatever message was lost
-BYE       both ways          I am leaving, or: you are not welcome
-VERIFY    trainer → worker   what does this model hold, tensor by tensor?
-DIGESTS   worker → trainer   a page of the answer
-RELAYED   relay → trainer    which workers behind me have changed, each of them whole
-RECOUNT   trainer → relay    a report was lost: count them all
-INQUIRY   anybody → trainer  how is everything? Without HELLO: whoever may connect may ask
-REPORT    trainer → asker    the sender, its models, its workers, and what it has refused
+PING/PONG both ways          liveness, and the state that repairs the loss of any message
+BYE       both ways          I am leaving; or: you are not welcome
+VERIFY    trainer → worker   what does each tensor of this model hold?
+DIGESTS   worker → trainer   a page of the answer to VERIFY
+RELAYED   relay → trainer    the workers behind me whose state has changed, with their whole state
+RECOUNT   trainer → relay    a report was lost: report all your workers
+INQUIRY   anyone → trainer   what is your status? Needs no HELLO: any process that may connect may ask
+REPORT    trainer → inquirer the answer: the sender, its models, its workers, and what it has refused
 
-The type of each field says what a peer may send in it: :func:`check_of`. A REPORT is bounded, however many workers and
-models there are: the first of each are in it, and the counts tell of the others.
+Here, an instruction is the header of a message, and the payload is the frames behind it. The type of each field says
+what a peer may send in it: :func:`check_of`. The size of a REPORT is bounded. It lists only the first models and
+workers, and its counts include all.
 """
 
 from __future__ import annotations
@@ -47,22 +48,21 @@ MAX_SERIAL = (1 << 64) - 1
 MAX_CHUNK = 8 << 20
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
-MAX_IN_USE = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
+MAX_IN_USE = 4 * MAX_MODELS  # of each model, one slab may be held, one staged, one incoming, one being copied
 MAX_NAME = 512
-MAX_TEXT = 64 << 10  # characters, of up to four bytes each: the longest message and traceback fit into one header
+MAX_TEXT = 64 << 10  # characters of up to four bytes; one header holds both the longest message and traceback
 MAX_DESCRIPTOR = 64 << 10
 MAX_EXCLUDED = 64 << 10
-MAX_RELAYED = 1024  # workers in one report of a relay
-MAX_REPORTED = 256  # workers
+MAX_RELAYED = 1024  # workers in one RELAYED
+MAX_REPORTED = 256  # workers in one REPORT
 MAX_REPORTED_MODELS = 64
 MAX_REASON = 200  # characters
 MAX_SOURCES = 4096
 DIGEST_BYTES = 16
 MAX_DIGESTS = 2048  # in one page
-NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
+NONCE_SUFFIX_BYTES = 8  # the last bytes of a nonce: enough to distinguish thousands of workers
 FIRST_ANONYMOUS = 1 << 29  # workers that were given no index draw one from here on
-# Relays and guests have indices from here on: there is no worker of such an index.
-FIRST_GUEST = 1 << 30
+FIRST_GUEST = 1 << 30  # relays and guests draw their index from here on; no worker has such an index
 APPLY, STAGE, COMMIT = range(3)
 
 Buffer = bytes | memoryview
@@ -71,22 +71,22 @@ Buffer = bytes | memoryview
 # -- what a peer may send ----------------------------------------------------------------------------------------------
 
 Check = Callable[[Any], Any]
-"""It returns the value that a peer has sent, or raises ProtocolError."""
+"""Converts a value from a peer to a field's type, or raises ProtocolError."""
 
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 60
-_USUAL = {int: range(MAX_SERIAL + 1), bool: (False, True), str: range(MAX_NAME + 1), dict: range(MAX_MODELS + 1)}
+_BOUNDS = {int: range(MAX_SERIAL + 1), bool: (False, True), str: range(MAX_NAME + 1), dict: range(MAX_MODELS + 1)}
 
 
-def show(raw: Any) -> str:
-    """For an error message. Not repr(), which is recursive, and the peer chooses how deep."""
+def excerpt(raw: Any) -> str:
+    """A value from a peer, for an error message. Not repr(), which recurses as deep as the peer has nested it."""
     return _repr.repr(raw)[:200]
 
 
 def check_of(kind: Any) -> Check:
-    """What a peer may send where a message has this type. ``Annotated`` adds a range (of a number; of anything else's
-    length), a tuple of all allowed values, or a check. Tuples and dataclasses come as lists."""
-    bound: Any = _USUAL.get(kind)
+    """The check of a field of this type. ``Annotated`` adds a range of numbers or lengths, a tuple of the allowed
+    values, or a check of its own. Tuples and dataclasses travel as lists."""
+    bound: Any = _BOUNDS.get(get_origin(kind) or kind)
     if get_origin(kind) is Annotated:
         kind, bound = get_args(kind)
     if callable(bound):
@@ -97,29 +97,29 @@ def check_of(kind: Any) -> Check:
     inner = get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind, include_extras=True)
-        values = _each([types[field.name] for field in fields(kind)], kind.__name__)
+        values = _list_of([types[field.name] for field in fields(kind)], kind.__name__)
         return lambda raw: kind(*values(raw))
     if NoneType in inner:
         present = check_of(inner[0])
         return lambda raw: None if raw is None else present(raw)
     if get_origin(kind) is dict:
         key, value = map(check_of, inner)
-        whole = _sized(dict, bound or _USUAL[dict])
+        whole = _sized(dict, bound)
         return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
     if Ellipsis in inner:
         items, item = _sized(list, bound), check_of(inner[0])
         return lambda raw: tuple(map(item, items(raw)))
     if inner:
-        return _each(inner)
-    return (_number if kind is int else _sized)(kind, bound)
+        return _list_of(inner)
+    return _number(bound) if kind is int else _sized(kind, bound)
 
 
-def _number(kind: Any, bound: range) -> Check:
+def _number(bound: range) -> Check:
     low, high = bound[0], bound[-1]
 
     def check(raw: Any) -> Any:
-        if type(raw) is not kind or not low <= raw <= high:
-            raise ProtocolError(f"expected a number from {low} to {high}, not {show(raw)}")
+        if type(raw) is not int or not low <= raw <= high:
+            raise ProtocolError(f"expected a number from {low} to {high}, not {excerpt(raw)}")
         return raw
 
     return check
@@ -132,14 +132,14 @@ def _sized(kind: Any, lengths: Any, what: str = "") -> Check:
 
     def check(raw: Any) -> Any:
         if type(raw) is not kind or len(raw) not in lengths:
-            raise ProtocolError(f"expected {what}, not {show(raw)}")
+            raise ProtocolError(f"expected {what}, not {excerpt(raw)}")
         return raw
 
     return check
 
 
-def _each(kinds: Sequence[Any], name: str = "") -> Check:
-    """A list with a type of its own for each of its items, which are the fields of the message of this name."""
+def _list_of(kinds: Sequence[Any], name: str = "") -> Check:
+    """The check of a list whose items have these types; ``name``: they are the fields of this dataclass."""
     count = len(kinds)
     items = _sized(list, range(count, count + 1), f"the {count} fields of {name}" if name else f"a list of {count}")
     checks = [check_of(kind) for kind in kinds]
@@ -149,13 +149,13 @@ def _each(kinds: Sequence[Any], name: str = "") -> Check:
 def _one_of(kind: Any, values: tuple[Any, ...]) -> Check:
     def check(raw: Any) -> Any:
         if type(raw) is not kind or raw not in values:
-            raise ProtocolError(f"expected one of {values}, not {show(raw)}")
+            raise ProtocolError(f"expected one of {values}, not {excerpt(raw)}")
         return raw
 
     return check
 
 
-Number = Annotated[int, range(1, MAX_SERIAL + 1)]  # of a version, or a serial; where 0 may be, there has been none
+Number = Annotated[int, range(1, MAX_SERIAL + 1)]  # a version or a serial; where 0 means none, it is an int
 Index = Annotated[int, range(1 << 31)]
 Short = Annotated[int, range(1 << 16)]
 Size = Annotated[int, range((1 << 42) + 1)]
@@ -165,16 +165,16 @@ Boot = Annotated[str, range(65)]
 Role = Annotated[str, ("worker", "relay", "guest")]
 Digest = Annotated[bytes, range(16, 17)]
 Descriptor = Annotated[bytes, range(MAX_DESCRIPTOR + 1)]
-# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
+# Half of what fits, because a restarted trainer adds one to the highest start that a worker reports.
 Epoch = tuple[Annotated[int, range(MAX_START + 1)], int]
-"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+"""One run of a trainer: (start time in ns, or one more than the highest seen; a random number). Compared as a tuple."""
 NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
 InUse = Annotated[tuple[tuple[str, Number], ...], range(MAX_IN_USE + 1)]
-"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.targets`."""
+"""Leased slabs that a worker may still be reading, as (model, version); see :mod:`asyncsync.protocol.targets`."""
 
 
 def epoch_text(epoch: Epoch | None) -> str:
-    """An epoch for people and records: 37 characters that sort by age; None: empty."""
+    """An epoch for users and logs: 37 characters that sort by age; empty for None."""
     return "" if epoch is None else f"{epoch[0]:020d}-{epoch[1]:016x}"
 
 
@@ -184,27 +184,30 @@ INSTRUCTIONS: dict[int, type[Instruction]] = {}
 
 
 class Instruction:
-    """Base of all messages, which :data:`INSTRUCTIONS` has by their kinds."""
+    """Base of all instructions. :data:`INSTRUCTIONS` maps kinds to their classes."""
 
     __slots__ = ()
     kind: ClassVar[int]
 
     def __init_subclass__(cls, kind: int = 0) -> None:
         cls.kind = kind or cls.kind
-        INSTRUCTIONS[cls.kind] = cls  # twice: for its slots, a dataclass is made anew
+        INSTRUCTIONS[cls.kind] = cls  # runs twice, because a dataclass with slots is a second class
 
     def check_payload(self, payload: Sequence[Buffer]) -> int:
-        """Check the payload frames; returns how many there must be. Raises ProtocolError."""
+        """Check the payload frames, and return how many there must be. Raises ProtocolError."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Instruction, kind=1):
-    """``role``: a worker has one of the places that there are, and is waited for. A guest gets what is meant for
-    everybody, and nobody waits for it; a relay is a guest that passes it on. These two draw their index. ``have``: the
-    versions of its models. ``codecs``: what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`.
-    ``serial``: of the last UPDATE that has come in this epoch, from whichever sender. ``takes``: it keeps what it is
-    sent for as long as it likes, beside other versions."""
+    """``role``: the trainer waits for a worker, which has one of the trainer's places. The trainer does not wait for a
+    guest, which gets what is published for all. A relay is a guest that passes updates on. Guests and relays draw
+    their index.
+
+    ``have``: the versions of its models. ``codecs``: a bit for each encoding that it can decode; see
+    :mod:`asyncsync.weights.encoding`. ``serial``: of the last UPDATE that it has received in this epoch, from any
+    sender. ``takes``: its user's code takes versions, and may keep each one as long as it likes, beside other versions.
+    """
 
     worker: Index
     nonce: Digest
@@ -222,10 +225,10 @@ class Hello(Instruction, kind=1):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Instruction, kind=2):
-    """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
-    ``number``: counts those that this worker is sent; a refusal names the one that it answers. ``fanout``: the port
-    beside the trainer's own where workers can subscribe; 0: there is none. ``sources``: the addresses of the trainer's
-    other processes, which parts of updates name by their numbers, from 1 on."""
+    """``models``: the layout's digest of each model that the trainer serves; b"" for one without weights yet.
+    ``number``: counts the WELCOMEs to this worker; REFUSED names the one that it answers. ``fanout``: a port at the
+    trainer's host where workers can subscribe; 0: there is none. ``sources``: the addresses of the trainer's other
+    processes. A part of an UPDATE names one by its position, from 1 on."""
 
     epoch: Epoch
     nonce: Digest
@@ -244,8 +247,8 @@ class Welcome(Instruction, kind=2):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Instruction, kind=3):
-    """``digests``: of the layouts that fit. ``opens``: whether this worker may open the memory of its trainer, where
-    that is a process beside it."""
+    """``digests``: of the layouts that fit. ``opens``: whether this worker may open the memory files of its trainer, if
+    both run in one pid namespace of one host."""
 
     epoch: Epoch
     digests: dict[str, Digest]
@@ -263,12 +266,12 @@ class Refused(Instruction, kind=4):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
+    """One model's share of an UPDATE: a slab of ``nbytes`` in the layout with this digest.
 
-    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there. ``origin``:
-    in a tree, the version at its root that this one stands for; None: the sender is the root. ``base``: the version of
-    which the trainer can send what has changed since; 0: none. ``source``: which of the trainer's processes has the
-    bytes, if it is not the one that sends this.
+    With a ``descriptor``, the worker's transport fetches the bytes from there, and no chunks are sent. ``origin``: in a
+    tree of relays, the root's version that this one stands for; None: the sender is the root. ``base``: the trainer can
+    send what has changed since this version; 0: it cannot. ``source``: the trainer's process that has the bytes; 0: the
+    one that sends this.
     """
 
     model_id: str
@@ -283,15 +286,15 @@ class Part:
 
     @property
     def streamed(self) -> int:
-        """Bytes of this part that come as payload or chunks from the one who sends this."""
+        """How many bytes of this part its sender sends as payload or chunks."""
         return self.nbytes if self.descriptor is None and not self.source else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Update(Instruction, kind=5):
-    """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them. ``metadata`` is that of the
-    publication, of which all parts are. ``packed``: a part's bytes that are fewer than the part has are encoded.
-    ``phase``: APPLY it; STAGE it, and wait; or COMMIT, without a payload: apply what is staged as these versions."""
+    """Payload: a frame of values for each part; if ``eager``, a frame of bytes for each part behind them. All parts are
+    of one publication, whose metadata is in ``metadata``. ``packed``: a frame that is shorter than its part is encoded.
+    ``phase``: APPLY it; STAGE it, and hold it; or COMMIT, without a payload: apply what is staged as these versions."""
 
     epoch: Epoch
     serial: Number
@@ -313,9 +316,9 @@ class Update(Instruction, kind=5):
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Instruction, kind=6):
-    """Credit for the bytes below ``upto`` of the parts laid end to end; a higher ``restart`` rewinds to ``start``.
-    ``pushed``: up to where the worker can take what is pushed to all subscribers. ``bases``: of each part, the version
-    that the worker has of those that UPDATE named, or 0; empty: none."""
+    """Credit for the bytes below ``upto`` of the parts laid end to end. A higher ``restart`` than before rewinds to
+    ``start``. ``pushed``: up to which byte the worker can take what is pushed to all subscribers. ``bases``: for each
+    part, the base that UPDATE named if the worker has it, else 0; empty: it has none."""
 
     epoch: Epoch
     serial: Number
@@ -328,8 +331,8 @@ class Fetch(Instruction, kind=6):
 
 @dataclass(frozen=True, slots=True)
 class Pull(Instruction, kind=27):
-    """FETCH of this process's parts of a version, those of these models, laid end to end. Its CHUNKs have the version
-    as serial."""
+    """FETCH of the parts of these models that this process has of a version, laid end to end. The CHUNKs that answer
+    it have the version as their serial."""
 
     epoch: Epoch
     version: Number
@@ -341,10 +344,10 @@ class Pull(Instruction, kind=27):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Instruction, kind=7):
-    """Bytes of one part from ``offset`` on. ``crc``: their CRC-32. With a ``size``, there are so many of them, as
-    :mod:`asyncsync.weights.encoding` encodes them; 0: the payload has them as they are. ``base``: Adler-32 of the same
-    bytes of the version that FETCH has named: the payload encodes what has changed since, and without a payload nothing
-    has."""
+    """Bytes of one part from ``offset`` on. ``crc``: their CRC-32. ``size``: the payload encodes so many bytes, see
+    :mod:`asyncsync.weights.encoding`; 0: the payload is the bytes themselves. ``base``: the payload encodes only what
+    has changed since the base that FETCH named, and this is the Adler-32 of the same bytes of that base. Without a
+    payload, nothing has changed."""
 
     epoch: Epoch
     serial: Number
@@ -370,7 +373,7 @@ class Chunk(Instruction, kind=7):
 
 @dataclass(frozen=True, slots=True)
 class Staged(Instruction, kind=8):
-    """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
+    """``last`` and ``in_use``, in all messages: of the UPDATEs up to serial ``last``, these slabs are still in use."""
 
     epoch: Epoch
     serial: Number
@@ -380,19 +383,17 @@ class Staged(Instruction, kind=8):
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction, kind=9):
-    """``serial``: in the short form (:meth:`at_once`), of the update whose one part is applied; 0: ``versions`` say
-    it."""
+    """``serial``, in the short form (:meth:`short_form`): of the UPDATE whose one part is applied; else 0."""
 
     epoch: Epoch
-    versions: dict[str, int]
+    versions: dict[str, int]  # empty in the short form
     last: int = 0
     in_use: InUse = ()
     serial: Annotated[int, range(1)] = 0  # the short form has its own coding
 
     @classmethod
-    def at_once(cls, epoch: Epoch, serial: int) -> Applied:
-        """What the AGAIN of this serial has brought, or the UPDATE, if it has one part, is applied, and nothing that
-        was leased is still in use."""
+    def short_form(cls, epoch: Epoch, serial: int) -> Applied:
+        """The AGAIN of this serial, or the UPDATE of one part, is applied, and no leased slab is still in use."""
         return cls(epoch, {}, serial, (), serial)
 
 
@@ -409,7 +410,7 @@ class Failed(Instruction, kind=10):
     in_use: InUse = ()
 
     def error(self, worker: int) -> SchemaMismatch | RemoteError:
-        """What this worker has raised, for the trainer's caller."""
+        """The exception that this worker raised, for the trainer's caller."""
         if self.mismatch:
             return SchemaMismatch(f"worker {worker}: {self.message}")
         return RemoteError(self.type_name, f"(worker {worker}) {self.message}", self.traceback)
@@ -417,8 +418,8 @@ class Failed(Instruction, kind=10):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Instruction, kind=11):
-    """``serial``: from a trainer, of the last UPDATE that this worker was sent; if it has not come, it is lost.
-    ``root``: from a worker, that only the root of the tree of relays knows the answer."""
+    """``serial``, from a trainer: of the last UPDATE to this worker; the worker has lost it if it has not received it.
+    ``root``, from a worker: asks for the targets of the tree's root, which only the root knows."""
 
     epoch: Epoch
     seq: int
@@ -428,9 +429,9 @@ class Ping(Instruction, kind=11):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Instruction, kind=12):
-    """From a worker: what is applied, what is staged, the serial being received (0: none), what it holds until COMMIT,
-    what the user's code has taken; from a relay, how many reports of its workers it has sent, too. From a trainer:
-    targets; ``root``: those of the root of the tree."""
+    """From a worker: the versions that are applied and staged, the serial of the UPDATE that is coming in (0: none),
+    the versions held until COMMIT, and those that the user's code has taken; from a relay, also the number of reports
+    that it has sent. From a trainer: ``versions`` are the worker's targets; ``root``: the tree's root has said so."""
 
     epoch: Epoch
     seq: int
@@ -447,8 +448,8 @@ class Pong(Instruction, kind=12):
 
 @dataclass(frozen=True, slots=True)
 class Bye(Instruction, kind=13):
-    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker is there) or ``"refused"``; from a
-    worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
+    """``reason``: ``"closed"``, ``"superseded"`` (a newer incarnation of this worker has connected) or ``"refused"``;
+    from a worker, ``"reading"``: closed, but its model still uses leased slabs."""
 
     epoch: Epoch
     nonce: Digest
@@ -458,7 +459,7 @@ class Bye(Instruction, kind=13):
 
 @dataclass(frozen=True, slots=True)
 class Released(Instruction, kind=14):
-    """From a worker that has released leased slabs and has nothing else to report; also after it was superseded."""
+    """A worker has released leased slabs, and has nothing else to report. A superseded worker sends this, too."""
 
     epoch: Epoch
     nonce: Digest
@@ -468,9 +469,9 @@ class Released(Instruction, kind=14):
 
 @dataclass(frozen=True, slots=True)
 class Again(Instruction, kind=16):
-    """The UPDATE of the serial ``since``, which has one part, once more: in this version, in the slab that the
-    descriptor names, or (None) with the slab's bytes as payload, and without metadata. A worker that has not seen that
-    UPDATE, or has seen another one since, drops it."""
+    """Repeats the UPDATE of the serial ``since``, which had one part, with another version and without metadata. The
+    bytes are in the slab that the descriptor names; None: they are the payload. A worker drops this if it has not
+    received that UPDATE, or has received another one since."""
 
     epoch: Epoch
     serial: Number
@@ -481,14 +482,13 @@ class Again(Instruction, kind=16):
     def check_payload(self, payload: Sequence[Buffer]) -> int:
         return 1 if self.descriptor is None else 0
 
-    def expanded(self, part: Part) -> Update:
-        """The same as an UPDATE of its one part."""
+    def as_update(self, part: Part) -> Update:
         return Update(self.epoch, self.serial, True, (part,))
 
 
 @dataclass(frozen=True, slots=True)
 class Drop(Instruction, kind=24):
-    """A worker that has staged another version, or none, does nothing."""
+    """The worker ignores it if it has staged another version, or none."""
 
     epoch: Epoch
     version: Number
@@ -496,13 +496,13 @@ class Drop(Instruction, kind=24):
 
 @dataclass(frozen=True, slots=True)
 class Cast(Instruction, kind=23):
-    """Payload: the frames of an UPDATE or AGAIN, its header first. It is for those who have had the announcement of the
-    serial ``since`` as the latest, except those whose nonces' last eight bytes are among ``excluded``. With ``pushed``,
-    the chunks follow to all subscribers."""
+    """Payload: the frames of an UPDATE or AGAIN, header first. It is for the workers whose last announcement has the
+    serial ``since``, except those whose nonces end with one of the suffixes in ``excluded``. ``pushed``: its chunks
+    follow to all subscribers."""
 
     epoch: Epoch
     since: Number
-    excluded: Annotated[bytes, range(0, MAX_EXCLUDED + 1, NONCE_END)]
+    excluded: Annotated[bytes, range(0, MAX_EXCLUDED + 1, NONCE_SUFFIX_BYTES)]
     pushed: bool
 
     def check_payload(self, payload: Sequence[Buffer]) -> int:
@@ -511,8 +511,8 @@ class Cast(Instruction, kind=23):
 
 @dataclass(frozen=True, slots=True)
 class Verify(Instruction, kind=25):
-    """``worker`` and ``nonce``: who is asked; a relay passes on what is for another. ``number``: of the question.
-    ``start``: the first tensor of the page that is to come."""
+    """``worker`` and ``nonce``: the worker that is asked; a relay passes on a question for another worker.
+    ``number``: of the question. ``start``: the first tensor of the requested page."""
 
     epoch: Epoch
     number: int
@@ -524,8 +524,8 @@ class Verify(Instruction, kind=25):
 
 @dataclass(frozen=True, slots=True)
 class Digests(Instruction, kind=26):
-    """``digests``: one of each tensor from ``start`` on, of ``count`` in the layout of ``version``. ``problem``: why
-    there is nothing to compare; empty: there is."""
+    """``digests``: one for each tensor from ``start`` on. ``count``: how many tensors the layout of ``version`` has.
+    ``problem``: why there is nothing to compare; empty if there is."""
 
     epoch: Epoch
     number: int
@@ -543,11 +543,11 @@ class Digests(Instruction, kind=26):
 
 @dataclass(frozen=True, slots=True)
 class RelayedWorker:
-    """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
-    that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
-    of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds. ``held``:
-    what it has staged, and holds until COMMIT; of one whose updates wait until they are taken, ``staged`` and ``taken``
-    have those that are ready, and the one that is taken."""
+    """One worker behind a relay. ``applied``: the versions of its models (0: none yet). ``failed``: the versions that
+    it could not apply; the next four fields say why. ``lost``: why it is lost; empty: it is connected. ``attempt``: of
+    its HELLO to the relay; a worker counts its attempts over all senders. ``slow``: it has been silent for some
+    seconds. ``held``: the versions that it holds until COMMIT. ``staged`` and ``taken``, if its user's code takes
+    versions: those that are ready to be taken, and the one that is taken."""
 
     worker: Index
     nonce: Digest
@@ -573,10 +573,10 @@ class RelayedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Relayed(Instruction, kind=20):
-    """A relay sends one in each turn of its event loop in which something has changed. They are numbered: a number that
-    is missing, or the last one's, which each PONG has, shows that one was lost. ``whole``: with this report a count of
-    all workers begins, which goes on in the next one where there is ``more``; whoever is not in it is not there any
-    more. A relay begins so with every WELCOME."""
+    """A relay's report of its workers. The relay sends one in each turn of its event loop in which a worker has
+    changed. ``number``: the trainer detects a lost report by a gap in the numbers, or by the PONG, which has the number
+    of the last report. ``whole``: this report begins a list of all workers, which the next report continues if there is
+    ``more``; a worker that is not in the list is gone. After every WELCOME, a relay begins with such a list."""
 
     epoch: Epoch
     number: Number
@@ -587,7 +587,7 @@ class Relayed(Instruction, kind=20):
 
 @dataclass(frozen=True, slots=True)
 class Recount(Instruction, kind=21):
-    """The last report that has come is of this number (0: none)."""
+    """``number``: of the last report that the trainer has received (0: none)."""
 
     epoch: Epoch
     number: int
@@ -598,8 +598,8 @@ class Recount(Instruction, kind=21):
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model: bytes of its newest weights and the digest of their layout (None: it has none yet), and the version
-    that everybody should have (0: none yet)."""
+    """One model: the bytes of its newest weights, the digest of their layout (None: no weights yet), and the version
+    that all workers should have (0: none yet)."""
 
     model_id: str
     nbytes: Size
@@ -609,10 +609,10 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One worker. ``versions`` are those that it has applied of the report's models, in their order; None: it has no
-    such model. ``last_seen`` in milliseconds before the report; None: never heard of. ``role`` is that of its HELLO;
-    ``relay`` the index of the one that it is behind. ``staged_version``: the newest that it has ready, or holds until
-    COMMIT, without having applied it; ``taken_version``: the one that its user's code has taken; 0: none."""
+    """One worker. ``versions``: the applied version of each of the report's models, in their order; None: it does not
+    have that model. ``last_seen``: milliseconds before the report; None: the trainer never heard from it. ``role``: as
+    in its HELLO. ``relay``: the index of the relay that it is behind. ``staged_version``: the newest version that it
+    has staged or holds, but not applied; ``taken_version``: the one that its user's code has taken; 0: none."""
 
     index: Index
     state: Annotated[str, range(17)]
@@ -633,19 +633,19 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Instruction, kind=18):
-    """``token`` comes back with the answer. There is none where too many have asked."""
+    """The REPORT repeats the ``token``. If too many processes ask, the trainer does not answer."""
 
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Instruction, kind=19):
-    """A sender's status. Of ``workers``, relays come first, then workers, then guests.
+    """A sender's status. ``workers`` lists relays first, then workers, then guests.
 
-    ``uptime``: milliseconds since it was bound. ``version``: the newest published. ``num_workers``: None where they
-    come and go. ``counts``: workers by state, with those that the list has no room for; and ``relays`` and ``guests``.
-    ``num_models``: of all. ``refused``: handshakes and workers that were turned away; ``dropped``: messages that
-    changed nothing; both by reason.
+    ``uptime``: milliseconds since it was bound. ``version``: the newest published. ``num_workers``: None if workers may
+    come and go. ``counts``: all workers by state, also those that are not listed; and ``relays`` and ``guests``.
+    ``num_models``: of all models. ``refused``: handshakes and workers that were turned away, by reason. ``dropped``:
+    messages that changed nothing, by reason.
     """
 
     token: int
@@ -666,9 +666,9 @@ class Report(Instruction, kind=19):
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
-# A small mapping that belongs to one version, and travels with its UPDATE as msgpack bytes. It is checked where it is
-# published, before anything is done, and again where it comes in. b"" stands for none, and for an empty mapping. In
-# between nobody looks into it: what reads it is Shown, and the properties ``metadata``.
+# A small mapping that belongs to one version, and travels with its UPDATE as msgpack bytes; b"" stands for none and for
+# an empty mapping. It is checked before it is published, and again when it is received. Only Shown and the properties
+# ``metadata`` decode it.
 MAX_METADATA = 64 << 10
 MAX_DEPTH = 16
 MAX_ITEMS = 16 << 10
@@ -677,19 +677,17 @@ TYPES = "None, True, False, int, float, str, bytes, lists, and dicts with str ke
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What models show while nothing can change them: their version, and the metadata that was published with it, a
-    dict of the caller's own; empty where there was none."""
+    """What ``hold()`` yields: the version of the models, which cannot change meanwhile, and the metadata that was
+    published with it. ``metadata`` is a copy for the caller; empty if none was published."""
 
     version: int
     metadata: dict[str, Any]
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
-    """What ``publish(metadata=…)`` was given, as it travels. Raises TypeError for what msgpack cannot carry, ValueError
-    for what is larger than :data:`MAX_METADATA`, or nested too deep."""
-    if metadata is None:
-        return b""
-    if not isinstance(metadata, Mapping):
+    """Encode the ``metadata`` of a publication. Raises TypeError for values that msgpack cannot carry, ValueError for
+    more bytes than :data:`MAX_METADATA`, or too deep a nesting."""
+    if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, {{'epoch': 3}} for example, not a {type(metadata).__name__}")
     if not metadata:
         return b""
@@ -714,19 +712,19 @@ def _can_travel(value: Any) -> bool:
 
 
 def check_metadata(raw: Any) -> bytes:
-    """Raises LimitExceeded or ProtocolError for what :func:`encode_metadata` does not make."""
+    """Raises LimitExceeded or ProtocolError for metadata that :func:`encode_metadata` would not make."""
     if type(raw) is not bytes:
-        raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
+        raise ProtocolError(f"expected metadata as bytes, not {excerpt(raw)}")
     if len(raw) > MAX_METADATA:
         raise LimitExceeded(f"{len(raw)} bytes of metadata; the limit is {MAX_METADATA}")
     found = _unpack(raw) if raw else {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ProtocolError("metadata that is no mapping of names")
+        raise ProtocolError("metadata must be a mapping with strings as keys")
     return raw
 
 
 def decode_metadata(blob: bytes) -> dict[str, Any]:
-    """The mapping; tuples have become lists."""
+    """Decode metadata that was checked. Its tuples have become lists."""
     found: dict[str, Any] = msgpack.unpackb(blob) if blob else {}
     return found
 

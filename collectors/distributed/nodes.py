@@ -22,7 +22,7 @@ from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Stopped, pickled
 from asyncsync.collectors.workers.worker import Message, Worker
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.runtime.threads import run_in_thread
 
 STEP_SECONDS = 0.05
 """How long a node that is to end steps on before what else it may wait for is ended."""
@@ -56,7 +56,7 @@ class NodeFamily(Family):
             self.call_soon(reports.received, message)
 
     async def end(self, deadline: float) -> None:
-        await elsewhere("asyncsync-nodes-end", partial(self.close, deadline))
+        await run_in_thread("asyncsync-nodes-end", partial(self.close, deadline))
 
     @abstractmethod
     def prepare(self) -> None:

@@ -174,7 +174,7 @@ class Evaluator(Lifetime):
         self._note = partial(note, group, self._asked, self._results)
         self._thread = WorkThread("asyncsync-evaluator")
         weakref.finalize(self, self._thread.abandon)
-        self._thread.call(lambda: None)  # it starts here, once, whichever threads ask for evaluations
+        self._thread.submit_concurrent(lambda: None)  # it starts here, once, whichever threads ask for evaluations
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Evaluator(Lifetime):
         if blocking:
             loop_thread.run(waiting)
         else:
-            await loop_thread.awaitable(waiting)
+            await loop_thread.run_async(waiting)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class Evaluator(Lifetime):
         if self._busy_policy == "newest" and not has_caller:
             for waiting in [one for one, has_one in self._asked.copy().items() if not has_one]:
                 waiting.cancel()
-        request = self._thread.call(partial(self._evaluation, copies, step))
+        request = self._thread.submit_concurrent(partial(self._evaluation, copies, step))
         self._asked[request] = has_caller
         request.add_done_callback(self._note)
         return request
@@ -401,7 +401,7 @@ class Evaluator(Lifetime):
         try:
             self._collector.shutdown(timeout)
         finally:
-            last = self._thread.call(lambda: None)
+            last = self._thread.submit_concurrent(lambda: None)
             self._thread.abandon()
         if waits:  # until on_result has returned
             until_done(last, SHUTDOWN_SECONDS if timeout is None else timeout)

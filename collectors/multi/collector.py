@@ -55,7 +55,7 @@ from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import elsewhere, interrupted_by
+from asyncsync.runtime.threads import interrupted_by, run_in_thread
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -286,14 +286,14 @@ class GroupCollector(BaseCollector):
             group.nudge()
 
         async def both() -> None:
-            sending = asyncio.ensure_future(elsewhere(name, lambda: self._connect_senders(left())))
+            sending = asyncio.ensure_future(run_in_thread(name, lambda: self._connect_senders(left())))
             sending.add_done_callback(ended)
             try:
                 await group.until(
                     lambda: sending.done() and (group.connected or sending.exception() is not None), left() + 1.0
                 )
             except BaseException:
-                await elsewhere(name, lambda: self._end_weights(1.0))
+                await run_in_thread(name, lambda: self._end_weights(1.0))
                 await asyncio.wait([sending], timeout=3.0)
                 raise
             sending.result()

@@ -33,7 +33,7 @@ from asyncsync.collectors.workers.shared_batches import Batch, Places
 from asyncsync.collectors.workers.worker import FREE
 from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.runtime.threads import run_in_thread
 
 logger = logging.getLogger("asyncsync")
 
@@ -249,11 +249,11 @@ class Driver(ABC):
             caller = Caller()
             try:
                 self._callers.add(caller)
-                await loop_thread.awaitable(partial(self._serve, caller))
+                await loop_thread.run_async(partial(self._serve, caller))
                 if (made := caller.made) is None:
                     break
                 if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
-                    await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
+                    await run_in_thread("asyncsync-collector-batch", partial(self._finish_for, caller, made))
                 batch = self._finished(made)
                 caller.made = None
                 if batch is not None or self._arguments.trajectories is None:

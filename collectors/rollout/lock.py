@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from asyncsync.collectors.base import check_not_paused_here
 from asyncsync.errors import AckTimeout, ClosedError
-from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly
+from asyncsync.runtime.threads import SIGNAL_CHECK_SECONDS, wait_interruptibly
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class RolloutLock:
                 # timeout. Of several threads that have waited, the first to wake rolls out.
                 self._check_may_roll()
                 while self._asking:
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(SIGNAL_CHECK_SECONDS)
                     self._check_may_roll()
                 mine = True
                 self._roller = threading.current_thread()
@@ -114,12 +114,12 @@ class RolloutLock:
             self._inside = False
             self._changed.notify_all()
             while self._asking and not self.closed:
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(SIGNAL_CHECK_SECONDS)
             self._check_open()
             self._inside = True
 
     def _wait_for(self, met: Callable[[], bool], timeout: float) -> bool:
-        return interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
+        return wait_interruptibly(lambda seconds: self._changed.wait_for(met, seconds), timeout)
 
     @contextmanager
     def standing(self, timeout: float, owner: object = None, *, if_open: bool = True) -> Iterator[None]:

@@ -40,7 +40,7 @@ from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import elsewhere, until_done, until_done_async
+from asyncsync.runtime.threads import run_in_thread, until_done, until_done_async
 from asyncsync.schemes import sources
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme, now
@@ -152,7 +152,7 @@ class WeightsAPI:
             if blocking:
                 pushed()
             else:
-                await elsewhere("asyncsync-updater", pushed)
+                await run_in_thread("asyncsync-updater", pushed)
             return
         sent, changes = self._divided(given, worker_ids)
         workers, before = self._workers(worker_ids), self._senders.version
@@ -206,7 +206,7 @@ class WeightsAPI:
             if blocking:
                 loop_thread.run(look)
             else:
-                await loop_thread.awaitable(look)
+                await loop_thread.run_async(look)
             raise
         finally:
             if (version := self._senders.version) > before:

@@ -202,7 +202,7 @@ class WorkerGroup:
 
     async def _begin(self) -> None:
         self._loop = asyncio.get_running_loop()
-        loop_thread.keep(self._shutdown, True)  # the loop thread runs until the end
+        loop_thread.set_open(self._shutdown, True)  # the loop thread runs until the end
 
     def _launch(self, member: _Member) -> None:
         rank, launch = member.rank, member.launches
@@ -579,7 +579,7 @@ class WorkerGroup:
                 await self.family.end(deadline)
                 self.is_over = True
                 self._notify()
-                loop_thread.keep(self._shutdown, False)
+                loop_thread.set_open(self._shutdown, False)
 
     def close(self) -> None:
         """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""

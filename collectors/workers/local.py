@@ -36,7 +36,7 @@ from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, enco
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.collectors.workers.worker import Message, Worker, report
 from asyncsync.errors import PeerLost, WeightSyncError
-from asyncsync.net.endpoint import private_directory, sweep
+from asyncsync.net.endpoint import private_directory, remove_stale_directories
 from asyncsync.runtime.threads import sigint_blocked
 from asyncsync.transports.shared_memory import MemoryPlace
 
@@ -353,7 +353,7 @@ class Watch:
         for scheme in self._worker.schemes.values():
             while (private := private_directory(scheme.bus.endpoint)) is not None and private.exists():
                 try:
-                    sweep(private.parent)
+                    remove_stale_directories(private.parent)
                 except OSError as error:
                     logger.debug("%s cannot be swept: %s", private.parent, error)
                 if time.monotonic() >= deadline:

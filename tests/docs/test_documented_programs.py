@@ -14,7 +14,7 @@ import torch
 
 import asyncsync
 import asyncsync.sync
-from asyncsync.net.endpoint import sweep
+from asyncsync.net.endpoint import remove_stale_directories
 from helpers.command import EXAMPLES, private_directories, run
 from helpers.pairs import Model
 
@@ -136,7 +136,7 @@ def test_workers_of_a_killed_trainer_end_with_the_recipe(tmp_path: Path) -> None
     )  # until the workers, which have its output, have ended, too
     assert code == -9
     assert len(re.findall(r"^worker \d: bias ", out, re.MULTILINE)) == 2
-    sweep(Path(tempfile.gettempdir()))  # as the next trainer does
+    remove_stale_directories(Path(tempfile.gettempdir()))  # as the next trainer does
     assert private_directories() == []
 
 

@@ -114,4 +114,4 @@ def sigint_elsewhere(after: float = 0.2) -> Iterator[None]:
             with contextlib.suppress(KeyboardInterrupt):
                 timer.join()
     assert took is not None, "it has not waited"
-    assert took < 1.0, took  # the bound is LOOK_SECONDS
+    assert took < 1.0, took  # the bound is SIGNAL_CHECK_SECONDS

@@ -30,7 +30,7 @@ from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool 
 from asyncsync.collectors.workers.shared_batches import Batch as Batch
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
-from asyncsync.net.keys import SOON
+from asyncsync.net.keys import UNKNOWN_KEY_SECONDS
 from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
@@ -236,9 +236,9 @@ def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 async def between_looks(sender: Any) -> None:
     """Wait until the sender has just looked at its list of clients: the next look is a second away."""
     listed = bare(sender).bus._link.admission.listed
-    before = listed.looked
-    await until(lambda: listed.looked != before)
-    await asyncio.sleep(2 * SOON)
+    before = listed.refreshed_at
+    await until(lambda: listed.refreshed_at != before)
+    await asyncio.sleep(2 * UNKNOWN_KEY_SECONDS)
 
 
 # -- what a host may lack, or lose

@@ -153,7 +153,7 @@ def test_new_files_replace_none(tmp_path: Path) -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the list take place."""
-    monkeypatch.setattr(keys, "SHARE", 1e9)
+    monkeypatch.setattr(keys, "MAX_REFRESH_SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -273,8 +273,8 @@ def test_the_folder_above_that_of_the_clients_is_refused(tmp_path: Path) -> None
     put(tmp_path / "clients" / "worker-0.key", worker.encode(secret=False))
     above, right = (KeyFiles((secret,), str(folder)) for folder in (tmp_path, tmp_path / "clients"))
     with pytest.raises(NotConnected, match=f"{tmp_path} has the server's own key: did you mean {tmp_path}/clients"):
-        above.sender()
-    assert right.sender()[1].clients.keys() == {worker.public}
+        above.read_for_sender()
+    assert right.read_for_sender()[1].clients.keys() == {worker.public}
 
 
 # -- arguments

@@ -145,7 +145,7 @@ def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instructi
             messages.Ping(e, 1 << 63),
             messages.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
             messages.Bye(e, NONCE, "closed", "adieu"),
-            messages.Applied.at_once(e, 1),
+            messages.Applied.short_form(e, 1),
             messages.Digests(e, 1, 10**6, NONCE, 1, 0, 1, digest),
         ]
     return instructions
@@ -478,7 +478,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
         (messages.Again(EPOCH, 2, 1, 2, None), bytes(nbytes)),  # of an update that has not come
         (messages.Again(EPOCH, 2, 1, 2, b"/proc/1/mem"),),
-        (messages.Applied.at_once(EPOCH, 1),),
+        (messages.Applied.short_form(EPOCH, 1),),
         (messages.Ready(EPOCH, {}),),
         (messages.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
     )

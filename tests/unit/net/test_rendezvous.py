@@ -46,16 +46,16 @@ class BoardPlace(MeetingPlace):
     async def open(self) -> None:
         self.boards[self.name] = self
 
-    def ask(self, worker: int, over: threading.Event) -> bytes:
+    def ask(self, worker: int, stop: threading.Event) -> bytes:
         if (board := self.boards.get(self.name)) is None or board._answering is None:
             raise NotConnected("there is no board yet")
         board._answering.get_loop().call_soon_threadsafe(board.questions.put_nowait, worker)
-        while not over.wait(0.005):
+        while not stop.wait(0.005):
             if worker in board.answers:
                 return board.answers.pop(worker)
         raise NotConnected("there is no answer yet")
 
-    async def asked(self) -> tuple[int, int]:
+    async def next_question(self) -> tuple[int, int]:
         if (worker := await self.questions.get()) is None:
             raise RuntimeError("the board has ended")
         return worker, worker
@@ -152,7 +152,7 @@ class FakeAdmission(Admission):
 
     def __init__(self) -> None:
         self.server = Certificate.draw()
-        self.given = {}
+        self.issued = {}
 
 
 class Unopened(BoardPlace):
@@ -186,7 +186,7 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
         made_there, there = introductions_of(sender), {0}
         admission = made_there.admission
         introductions = Introductions(made_there.endpoint, admission, there, 3)
-        before = len(admission.given)
+        before = len(admission.issued)
         made = {worker: introductions(worker) for worker in range(50)}
 
         def good() -> list[int]:
@@ -195,11 +195,11 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
         assert good() == [0, 48, 49]
         assert introductions(0) == made[0]
         assert introductions(1) != made[1], "another one, for a worker that was away for long"
-        assert len(admission.given) == before + 3
+        assert len(admission.issued) == before + 3
         there |= {1, 49}
         made[2] = introductions(2)
         assert good() == [0, 2, 49]
-        assert len(admission.given) == before + 4, "of those that are there, all"
+        assert len(admission.issued) == before + 4, "of those that are there, all"
 
 
 async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:
@@ -220,7 +220,7 @@ async def stranger(introduction: Introduction, **changes: Any) -> AsyncIterator[
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         if changed.own is not None:
-            changed.own.join(socket, changed.server)
+            changed.own.configure_client(socket, changed.server)
         socket.connect(changed.endpoint)
         yield socket
 

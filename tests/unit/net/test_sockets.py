@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from asyncsync.net.keys import Admission, Certificate, Credentials
-from asyncsync.net.rendezvous import Whereabouts
+from asyncsync.net.rendezvous import SenderConnection
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import Broadcast, LoopSocket, dealer, router, subscriber
 from helpers.pairs import until
@@ -26,9 +26,9 @@ async def test_a_server_socket_whose_handler_is_gone_lets_nobody_in() -> None:
         far.socket(zmq.DEALER) as two,
     ):
         one.linger = two.linger = 0
-        server.serve(one)
+        server.configure_server(one)
         port = one.bind_to_random_port("tcp://127.0.0.1")
-        client.join(two, server.public)
+        client.configure_client(two, server.public)
         two.connect(f"tcp://127.0.0.1:{port}")
         two.send(b"hello")
         assert not await asyncio.to_thread(one.poll, 300)
@@ -43,20 +43,20 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     received: list[bytes] = []
     context, own, there = Context(), Certificate.draw(), set[bytes]()
     admission = Admission(context, Certificate.draw(), errors.append)
-    broadcast = Broadcast(context, "tcp://127.0.0.1:0", there, admission.guard, errors.append)
+    broadcast = Broadcast(context, "tcp://127.0.0.1:0", there, admission.protect, errors.append)
     main, stranger = dealer(context), subscriber(context)
     stranger.subscribe(b"")
     stranger.connect(f"tcp://127.0.0.1:{broadcast.port}")
     credentials = Credentials(own, (admission.server.public,))
     session: Any = SimpleNamespace(nonce=b"n" * 16)
-    whereabouts = Whereabouts(
+    whereabouts = SenderConnection(
         main, print, lambda frames: received.append(frames[0].bytes), f"tcp://127.0.0.1:{unused_tcp_port}", session,
         lambda: credentials, None, (print, print), errors.append,
     )  # fmt: skip
     try:
         whereabouts.subscribe(broadcast.port)
         await until(lambda: admission.refused["a key that is not listed"] >= 1)
-        admission.admit(own.public, 0)
+        admission.issue(own.public, 0)
         await until(lambda: there == {b"n" * 16})
         broadcast.send([b"to all"])
         await until(lambda: received == [b"to all"])
@@ -84,9 +84,9 @@ async def test_an_error_while_a_key_is_checked_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(admission, "client", client)
     server, worker = router(context), dealer(context)
     try:
-        admission.guard(server)
+        admission.protect(server)
         port = server.bind_to_random_port("tcp://127.0.0.1")
-        own.join(worker, admission.server.public)
+        own.configure_client(worker, admission.server.public)
         worker.connect(f"tcp://127.0.0.1:{port}")
         await until(lambda: [str(error) for error in errors] == [f"cannot look {own.public.decode()} up"])
     finally:

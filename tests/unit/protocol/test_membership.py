@@ -10,7 +10,7 @@ from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
-from asyncsync.wire.messages import NONCE_END
+from asyncsync.wire.messages import NONCE_SUFFIX_BYTES
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce
 
 WHOLE = Settings(fanout=True, fanout_least=2)
@@ -44,7 +44,7 @@ def sent(made: Desk) -> tuple[list[tuple[messages.Cast, messages.Instruction]], 
 
 
 def names(cast: messages.Cast) -> list[bytes]:
-    return [cast.excluded[i : i + NONCE_END] for i in range(0, len(cast.excluded), NONCE_END)]
+    return [cast.excluded[i : i + NONCE_SUFFIX_BYTES] for i in range(0, len(cast.excluded), NONCE_SUFFIX_BYTES)]
 
 
 @pytest.mark.requirement(198)
@@ -58,7 +58,7 @@ def test_what_all_are_to_get_is_sent_once_and_whoever_is_behind_is_told_when_it_
         made.applied(worker, policy=2)
     made.publish(3)
     [(cast, update)], single = sent(made)
-    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {}), "it is named"
+    assert (names(cast), single) == ([nonce(2)[-NONCE_SUFFIX_BYTES:]], {}), "it is named"
     made.applied(2, policy=2)
     assert sent(made) == ([], {2: update}), "and told by itself"
     for worker in range(4):
@@ -84,7 +84,7 @@ def test_what_is_for_some_reaches_nobody_else_and_who_is_gone_is_named() -> None
     made.machine.lost(1, nonce(1), "it is gone", made.now)
     made.publish(2)
     [(cast, _)], _ = sent(made)
-    assert names(cast) == [nonce(1)[-NONCE_END:]]
+    assert names(cast) == [nonce(1)[-NONCE_SUFFIX_BYTES:]]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
 @pytest.mark.requirement(198)
 def test_a_worker_takes_what_is_sent_to_all_if_it_is_meant_and_has_had_what_was_before() -> None:
     assert cast_station().take() == [messages.Fetch(EPOCH, 2, 0, 0, 80)]
-    assert cast_station(excluded=nonce(8)[-NONCE_END:]).take()
+    assert cast_station(excluded=nonce(8)[-NONCE_SUFFIX_BYTES:]).take()
     assert cast_station(since=2).take() == []
-    assert cast_station(excluded=bytes(NONCE_END) + nonce(7)[-NONCE_END:]).take() == []
+    assert cast_station(excluded=bytes(NONCE_SUFFIX_BYTES) + nonce(7)[-NONCE_SUFFIX_BYTES:]).take() == []
 
 
 @pytest.mark.parametrize(

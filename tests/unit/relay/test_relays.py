@@ -24,7 +24,7 @@ from asyncsync import (
     sync,
 )
 from asyncsync.cli import main
-from asyncsync.net.endpoint import several
+from asyncsync.net.endpoint import split_endpoints
 from asyncsync.net.keys import KeyFiles
 from asyncsync.relay.process import EmbeddedRelay, Relay, load, run, save
 from asyncsync.weights import files
@@ -358,8 +358,12 @@ async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
 
 
 def test_a_list_of_addresses_may_have_spaces_and_repetitions_and_each_is_checked() -> None:
-    assert several("tcp://a:5") == ("tcp://a:5",)
-    assert several("tcp://a:5,tcp://a:5, ipc:///tmp/x,y ,tcp://b:6") == ("tcp://a:5", "ipc:///tmp/x,y", "tcp://b:6")
+    assert split_endpoints("tcp://a:5") == ("tcp://a:5",)
+    assert split_endpoints("tcp://a:5,tcp://a:5, ipc:///tmp/x,y ,tcp://b:6") == (
+        "tcp://a:5",
+        "ipc:///tmp/x,y",
+        "tcp://b:6",
+    )
     with pytest.raises(ValueError, match=r"'tcp://192\.0\.2\.1:5' is reachable"):
         ZMQWeightSyncScheme(connect="tcp://127.0.0.1:5,tcp://192.0.2.1:5")
 
@@ -478,7 +482,7 @@ def above(keys: Path, name: str) -> Callable[[], Any]:
     """The credentials of a relay of this name."""
     files = KeyFiles.given(keys / "server.key", None, keys / "client_secrets" / f"{name}.key_secret")
     assert files is not None
-    return partial(files.receiver, 0)
+    return partial(files.read_for_receiver, 0)
 
 
 async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(

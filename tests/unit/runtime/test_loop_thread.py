@@ -26,7 +26,7 @@ class Bus:
     """What keeps the thread going."""
 
     async def _shutdown(self, timeout: float) -> None:
-        loop_thread.keep(self._shutdown, False)
+        loop_thread.set_open(self._shutdown, False)
 
     def open(self) -> None:
         loop_thread.run(self._keep)
@@ -35,7 +35,7 @@ class Bus:
         loop_thread.run(lambda: self._shutdown(1.0))
 
     async def _keep(self) -> None:
-        loop_thread.keep(self._shutdown, True)
+        loop_thread.set_open(self._shutdown, True)
 
 
 def alive() -> list[str]:
@@ -184,13 +184,13 @@ def test_threads_racing_through_its_start_and_its_end() -> None:
                 with pytest.raises(LookupError):
                     loop_thread.run(fail)
             elif kind == 2:
-                assert asyncio.run(loop_thread.awaitable(lambda: answer(i))) == i  # noqa: B023
+                assert asyncio.run(loop_thread.run_async(lambda: answer(i))) == i  # noqa: B023
             else:
                 assert loop_thread.run(lambda: answer(i)) == i  # noqa: B023
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(race, range(2)))
-    assert soon(0)  # `awaitable` does not wait for its end
+    assert soon(0)  # `run_async` does not wait for its end
 
 
 @pytest.mark.parametrize(
@@ -241,14 +241,14 @@ def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
 
 def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
     async def inner() -> Any:
-        assert loop_thread.is_here()
+        assert loop_thread.is_current()
         with pytest.raises(RuntimeError, match="would wait for itself"):
             loop_thread.run(answer)
-        return await loop_thread.awaitable(answer)
+        return await loop_thread.run_async(answer)
 
-    assert not loop_thread.is_here()
+    assert not loop_thread.is_current()
     assert loop_thread.run(inner) == 42
-    assert not loop_thread.is_here()
+    assert not loop_thread.is_current()
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_clean_up_that_takes_too_long_is_left_behind(
 @pytest.mark.both_loops
 async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
     patient = Patient()
-    task = asyncio.create_task(loop_thread.awaitable(patient))
+    task = asyncio.create_task(loop_thread.run_async(patient))
     assert await asyncio.to_thread(patient.begun.wait, 5)
     for _ in range(3):  # once would do; further ones change nothing
         task.cancel()
@@ -377,8 +377,8 @@ async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
         await task
     assert patient.cleaned.is_set()
     with pytest.raises(LookupError):
-        await loop_thread.awaitable(fail)
-    assert await loop_thread.awaitable(answer) == 42
+        await loop_thread.run_async(fail)
+    assert await loop_thread.run_async(answer) == 42
 
 
 @pytest.mark.requirement(192)
@@ -391,7 +391,7 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
 
     outcomes = set()
     for k in range(60):
-        task = asyncio.create_task(loop_thread.awaitable(steps))
+        task = asyncio.create_task(loop_thread.run_async(steps))
         for _ in range(k % 12):
             await asyncio.sleep(0)
         if k >= 40:
@@ -401,5 +401,5 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
             outcomes.add(await task)
         except asyncio.CancelledError:
             outcomes.add("cancelled")
-        assert await loop_thread.awaitable(steps) == 7
+        assert await loop_thread.run_async(steps) == 7
     assert "cancelled" in outcomes

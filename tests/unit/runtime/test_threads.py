@@ -14,16 +14,16 @@ import pytest
 
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import (
-    LOOK_SECONDS,
+    SIGNAL_CHECK_SECONDS,
     Interruption,
     WorkThread,
-    elsewhere,
     finish,
     interrupted_by,
-    interruptibly,
     join,
+    run_in_thread,
     settle,
     until_done,
+    wait_interruptibly,
 )
 from asyncsync.schemes.blocking import now
 from helpers.blocking_interrupts import sigint_elsewhere
@@ -54,10 +54,10 @@ async def test_a_call_that_is_withdrawn_lets_go_of_what_it_refers_to() -> None:
         begun.set()
         return end.wait(10)
 
-    first = thread.call(busy)
+    first = thread.submit_concurrent(busy)
     assert begun.wait(10)
     weights = Weights()
-    alive, waiting = weakref.ref(weights), thread.call(partial(id, weights))
+    alive, waiting = weakref.ref(weights), thread.submit_concurrent(partial(id, weights))
     del weights
     assert waiting.cancel()
     assert alive() is None
@@ -115,7 +115,7 @@ def test_a_future_whose_loop_is_closed_is_left_as_it_is() -> None:
 
 def test_where_no_event_loop_runs_a_function_is_called_at_once() -> None:
     """As at the end of a blocking shutdown, when what it closes has outlived the bus."""
-    assert now(elsewhere("a test's", threading.current_thread)) is threading.current_thread()
+    assert now(run_in_thread("a test's", threading.current_thread)) is threading.current_thread()
 
 
 def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for() -> None:
@@ -127,14 +127,14 @@ def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for()
         return len(asked) == 5
 
     begin = time.monotonic()
-    assert not interruptibly(wait, 0.25)
+    assert not wait_interruptibly(wait, 0.25)
     assert 0.25 <= time.monotonic() - begin < 1.25
     assert len(asked) == 3
-    assert interruptibly(wait, 30)
+    assert wait_interruptibly(wait, 30)
     assert len(asked) == 5
-    assert max(asked) <= LOOK_SECONDS
-    assert not interruptibly(lambda seconds: seconds > 0, -1)
-    assert interruptibly(lambda seconds: True, 0)
+    assert max(asked) <= SIGNAL_CHECK_SECONDS
+    assert not wait_interruptibly(lambda seconds: seconds > 0, -1)
+    assert wait_interruptibly(lambda seconds: True, 0)
 
 
 def test_a_future_is_waited_for_however_it_ends() -> None:
@@ -210,7 +210,7 @@ async def test_a_wait_under_way_elsewhere_ends_with_the_cancellation_and_none_af
             finally:
                 ended.append(loop_thread.run(answer))  # what cleans up may wait
 
-    task = asyncio.create_task(elsewhere("asyncsync-test", work, interruption.interrupt))
+    task = asyncio.create_task(run_in_thread("asyncsync-test", work, interruption.interrupt))
     assert await asyncio.to_thread(begun.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

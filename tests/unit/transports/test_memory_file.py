@@ -109,7 +109,7 @@ async def test_a_process_that_could_not_be_watched_at_first_is_watched_later(
         return real(pid, flags)
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
+    monkeypatch.setattr(processes, "WATCH_RETRY_SECONDS", 0.01)
     ended = asyncio.Event()
     with caplog.at_level(logging.WARNING, "asyncsync"):
         watch = ProcessWatch(child.pid, ended.set)
@@ -129,7 +129,7 @@ async def test_a_watch_that_is_closed_is_not_tried_again(monkeypatch: pytest.Mon
         raise OSError(errno.EMFILE, "too many")
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
+    monkeypatch.setattr(processes, "WATCH_RETRY_SECONDS", 0.01)
     watch = ProcessWatch(os.getppid(), lambda: None)
     watch.close()
     await asyncio.sleep(0.05)

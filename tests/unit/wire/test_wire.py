@@ -153,7 +153,7 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     ),
     Chunk: chunks(),
     Staged: alone(st.builds(Staged, epochs, positive, u64, kept)),
-    Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.at_once, epochs, positive)),
+    Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.short_form, epochs, positive)),
     Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts, u64, kept)),
     Ping: alone(st.builds(Ping, epochs, u64, u64)),
     Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64, st.booleans(), versions)),
@@ -403,7 +403,7 @@ def test_an_instruction_of_fixed_form_is_known_by_its_kind_and_as_long_as_it_sho
         refused(bytes([0xC1, kind]) + header[2:])
     for kind in (Again.kind, Applied.kind):
         refused(msgpack.packb([codec.PROTOCOL, kind, [1, 2], 6]))
-    applied = encode(Applied.at_once((1, 2), 6))
+    applied = encode(Applied.short_form((1, 2), 6))
     refused(applied, b"payload")
     refused(applied[:-1])
     refused(applied + b"x")

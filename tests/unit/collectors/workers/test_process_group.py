@@ -39,7 +39,7 @@ def group() -> Iterator[WorkerGroup]:
 
 def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerGroup) -> None:
     loop = asyncio.new_event_loop()
-    waiting = loop_thread.awaitable(lambda: group.until(lambda: None))
+    waiting = loop_thread.run_async(lambda: group.until(lambda: None))
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
