@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncsync.errors import NotConnected
@@ -28,7 +27,7 @@ from asyncsync.transports import ray_private
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
-from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
+from asyncsync.weights.copying import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout
 from asyncsync.weights.packing import CACHED_BYTES
 from asyncsync.weights.slab import Slab, SlabPool
@@ -53,7 +52,7 @@ class ObjectSlab(Slab):
 
     def fill(self, tensors: list[torch.Tensor], start: int = 0) -> None:
         assert not start
-        memory = [memory_of(t if is_bytes(t) else clone(t.cpu())) for t in tensors]
+        memory = [memory_of(t if is_plain_bytes(t) else clone(t.cpu())) for t in tensors]
         self.object = _put([piece for piece in memory if len(piece)])
 
     def forget(self) -> None:
@@ -154,11 +153,11 @@ def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -
         raise NotConnected(f"Ray lost the weights, perhaps because their sender died: {error}") from error
     copies, end = [], 0
     for piece in [memoryview(piece) for piece in pieces]:
-        copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
+        copies.append((into[end : end + len(piece)], piece))
         end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
     if end != slab.nbytes:
         raise ValueError(f"the object has {end} bytes, but the weights {slab.nbytes}")
-    copy_arrays(copies)
+    copy_in_threads(copies)
 
 
 class RayTransport(ObjectTransport, TransportBackend):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncsync.weights.copying import clone, copy_tensors, is_bytes, memory_of
+from asyncsync.weights.copying import clone, copy_tensors, is_plain_bytes, memory_of
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tensors import are_plain, check_source, have_specs, own_value
@@ -149,7 +149,7 @@ class AddressCache:
         if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another. One that was made in inference mode
             # has no count of its changes; a complex one may be conjugated by the next time.
-            are_bytes = all(is_bytes(t) and not (t.is_inference() or t.is_complex()) for t in tensors)
+            are_bytes = all(is_plain_bytes(t) and not (t.is_inference() or t.is_complex()) for t in tensors)
             if are_bytes and len(set(map(id, tensors))) == len(tensors):
                 self._shapes, self._dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
                 self._storages = list(map(torch.Tensor.untyped_storage, tensors))
