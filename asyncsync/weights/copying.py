@@ -20,14 +20,14 @@ from torch import nn
 
 from asyncsync.weights.torch_private import foreach_copy
 
-PLAIN = (torch.Tensor, nn.Parameter)  # classes whose bytes are their values; subclasses may give them another meaning
+PLAIN = frozenset((torch.Tensor, nn.Parameter))  # subclasses may give their bytes another meaning
 # One core cannot use all of the memory's bandwidth: 256 MiB take 34 ms on one core and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
 # torch copies tensors of 32768 elements and more on all its threads. Where workers keep the cores busy, its barrier
 # makes that take a hundred times as long, and copying such a tensor on two cores is no faster than on one.
 LARGE_NUMEL = 32 << 10
-# libc's memcpy bypasses the caches from some size on: 1 MiB on one machine, 190 MiB on another. That helps a thread that
-# has a core for itself. Two threads take a quarter less time if they copy pieces below that size.
+# libc's memcpy bypasses the caches from some size on: 1 MiB on one machine, 190 MiB on another. That helps one thread
+# that has a core for itself. Two threads take a quarter less time if they copy pieces below that size.
 PIECE_BYTES = 512 << 10
 MAX_THREADS = 4
 
