@@ -367,7 +367,7 @@ class Publishing(Link):
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
             if encoding.users:  # else nobody is getting it any more
-                encoding.join()
+                encoding.add_user()
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
@@ -382,13 +382,13 @@ class Publishing(Link):
                 if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
-                encoding.leave_as_it_is(index)
+                encoding.send_unencoded(index)
             self.call_from_thread(self.packed)
 
     def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
-            encoding.leave()
+            encoding.remove_user()
         with self.guard():
             future.result()
             self.encode()

@@ -252,7 +252,7 @@ def break_side_channel(sender: Any, which: int) -> None:
 
 def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers have no library that decompresses."""
-    monkeypatch.setattr("asyncsync.protocol.holdings.codecs_here", lambda: 0)
+    monkeypatch.setattr("asyncsync.protocol.holdings.available_codecs", lambda: 0)
 
 
 def encode_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
