@@ -272,12 +272,12 @@ class Publishing(Link):
         only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
         self.pools.add(pool)
         known = self._known.get(model_id)
-        memory = known.again(flat) if known is not None and alone else None
+        memory = known.lookup(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
             known = self._known[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
-            known.learn(flat)
+            known.remember(flat)
         layout, pinned = known.layout, flat.ready is not None
 
         def acquire() -> Slab:

@@ -93,7 +93,7 @@ class SteadyTrainer:
             before.release()
         slab = self._next
         slab.forget()
-        memory = self._known.again(flat)
+        memory = self._known.lookup(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
         else:
@@ -102,7 +102,7 @@ class SteadyTrainer:
             if tensors is None:
                 return False
             pack(slab, flat, tensors=tensors)
-            self._known.learn(flat)
+            self._known.remember(flat)
         machine, targets = self._machine, self._machine.targets
         epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1

@@ -129,7 +129,7 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.matches(found):
             self._repointing, sources = last, self._sources
             self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._repointed = [(found[i], sources[i]) for i in last.moved]
@@ -221,7 +221,7 @@ class ModelUpdate(Prepared):
     def apply(self) -> None:
         destinations, sources = self._copies
         pieces = self._pieces if destinations else None
-        if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
+        if pieces is not None and (views := self._plan.memory.lookup(destinations)) is not None:
             copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
         elif destinations:
@@ -250,7 +250,7 @@ class ModelUpdate(Prepared):
             model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
             model.repointing = repointing
         if repointing is not None:
-            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
+            repointing.plan.memory.remember([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for module, value in self._given:
@@ -269,7 +269,7 @@ class ModelUpdate(Prepared):
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        if (views := plan.memory.views) is None or not plan.memory.again(found):
+        if (views := plan.memory.views) is None or not plan.memory.matches(found):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
