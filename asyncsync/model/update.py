@@ -21,7 +21,7 @@ from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.tensors import are_plain, check_source, have_memory, have_specs, own_value, place_of
+from asyncsync.weights.tensors import are_plain, check_source, copy_value, have_memory, have_specs, place_of
 from asyncsync.weights.tree import FlatWeights, dotted
 
 
@@ -138,7 +138,7 @@ class ModelUpdate(Prepared):
             self._resolve_each(found)
             self._repointed += model.left_in_slabs(found)
         # The user's code may keep what it is given, and these may be applied again, or be the trainer's own.
-        values = {name: own_value(name, value) for name, value in self._values.items()}
+        values = {name: copy_value(name, value) for name, value in self._values.items()}
         states = plan.model.extra_state
         self._given = [(states[n], v) for n, v in values.items() if n in states]
         self._given += [(states[n], clone(t)) for n, t in self._states.items() if n in states]

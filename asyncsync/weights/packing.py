@@ -19,7 +19,7 @@ import torch
 from asyncsync.weights.copying import clone, copy_tensors, is_plain_bytes, memory_of
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tensors import are_plain, check_source, have_specs, own_value
+from asyncsync.weights.tensors import are_plain, check_source, copy_value, have_specs
 from asyncsync.weights.tree import FlatWeights, Path, dotted
 
 PROGRESS_BYTES = 4 << 20
@@ -82,7 +82,7 @@ def copy_flat(flat: FlatWeights) -> FlatWeights:
             check_source(dotted(path), tensor)
             copies[id(tensor)] = clone(tensor)
     tensors = {path: copies[id(tensor)] for path, tensor in flat.tensors.items()}
-    return FlatWeights(tensors, {path: own_value(dotted(path), value) for path, value in flat.values.items()})
+    return FlatWeights(tensors, {path: copy_value(dotted(path), value) for path, value in flat.values.items()})
 
 
 def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
@@ -113,7 +113,7 @@ def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    flat.values = {path: own_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
+    flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
     devices = {t.device for t in flat.tensors.values() if t.is_cuda}
     events = {}
     for device in devices:
