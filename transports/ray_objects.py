@@ -55,8 +55,8 @@ class ObjectSlab(Slab):
         memory = [memory_of(t if is_plain_bytes(t) else clone(t.cpu())) for t in tensors]
         self.object = _put([piece for piece in memory if len(piece)])
 
-    def forget(self) -> None:
-        super().forget()
+    def forget_contents(self) -> None:
+        super().forget_contents()
         self.object = None
 
 

@@ -50,7 +50,7 @@ from asyncsync.net.processes import shortage
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, Slab, SlabPool
 
 SLOTS = 4
 FORK_PATIENCE = 2.0
@@ -317,7 +317,7 @@ class WeightSlots(SlabPool):
         assert isinstance(slab, Slot)
         there = (*self.used, *self._draining, self.spare)
         inodes = sorted(slot.file.place.inode for slot in there if isinstance(slot, Slot))
-        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.mapped)
+        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.read_in_place)
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self.spare
@@ -339,7 +339,7 @@ class WeightSlots(SlabPool):
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        slab.mapped, slab.streamable = slab.nbytes > self.map_above, self.streamable
+        slab.read_in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
         return slab
 
     def _drop(self, slab: Slab) -> None:
@@ -376,8 +376,8 @@ class PrivateSlab(Slab):
             own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
         self._address = own.data_ptr()
         token = object()
-        FOREIGN[token] = self._address, self._address + len(own)
-        weakref.finalize(self.mapping, FOREIGN.pop, token, None)  # tensors may outlive this object
+        SLAB_RANGES[token] = self._address, self._address + len(own)
+        weakref.finalize(self.mapping, SLAB_RANGES.pop, token, None)  # tensors may outlive this object
         super().__init__(layout, own[: layout.nbytes])
 
     @property
@@ -427,12 +427,13 @@ class ReceivedSlab(PrivateSlab):
     """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
     system has no memory files; MemoryError: it cannot be mapped."""
 
+    is_shared_by_fork = True
+
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
         self._file = MemoryFile.create(layout.nbytes, reserved=False)
         self._window = self._file.map()
         super().__init__(layout, self._file, self._window)
         self.pool = pool
-        self.show_to_children()
         self._reserved = 0
 
     def reserve(self, end: int | None = None) -> None:
@@ -457,10 +458,6 @@ class ReceivedSlab(PrivateSlab):
             twin = Slab(self.layout, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
         twin.values = self.values
         return twin
-
-    def reuse(self, layout: Layout) -> None:
-        self.show_to_children()
-        super().reuse(layout)
 
 
 class ReceivedPool(SlabPool):

@@ -285,7 +285,7 @@ class Publishing(Link):
             jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
-        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
+        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.is_draining(layout.nbytes):
             return acquire()
         memory = None  # a tensor may get other memory while this waits
         await self._wait_for_room(pool, layout.nbytes, jobs, deadline, count)
@@ -294,7 +294,7 @@ class Publishing(Link):
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], deadline: float, count: int) -> None:
         machine = self.machine
-        await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+        await self.wait(lambda: not pool.is_draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
@@ -426,7 +426,7 @@ class Publishing(Link):
         target = None if model is None else model.common
         if target is None or (target.slab.descriptor is None) is not rides or self.admission is not None:
             return False  # a message with a key is checked before it counts, the general way
-        if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
+        if target.slab not in pool or target.slab.read_in_place or not (rides or transport.is_at_hand):
             return False
         layout = target.slab.layout
         if layout.nbytes > (machine.settings.eager_bytes if rides else LARGEST_STEADY):

@@ -92,7 +92,7 @@ class SteadyTrainer:
             before, self._next = self._next, self._acquire()
             before.release()
         slab = self._next
-        slab.forget()
+        slab.forget_contents()
         memory = self._known.lookup(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)

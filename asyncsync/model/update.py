@@ -20,7 +20,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
-from asyncsync.weights.slab import Slab, is_foreign
+from asyncsync.weights.slab import Slab, lies_in_slab
 from asyncsync.weights.tensors import are_plain, check_source, copy_value, have_memory, have_specs, place_of
 from asyncsync.weights.tree import FlatWeights, dotted
 
@@ -189,7 +189,7 @@ class ModelUpdate(Prepared):
                     self._replace(owner, key, made[place])
                     continue
                 if place not in made:
-                    foreign = self._model.is_repointed and is_foreign(destination)
+                    foreign = self._model.is_repointed and lies_in_slab(destination)
                     can_move = self._slab is not None and _can_move(destination, source)
                     can_move = can_move and (foreign or _is_alone(destination, in_parts))
                     if can_move and given.setdefault(id(source), place) == place:
@@ -247,7 +247,7 @@ class ModelUpdate(Prepared):
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
+            model.repointed = list(filter(lies_in_slab, model.repointed[-len(self._repointed) :]))
             model.repointing = repointing
         if repointing is not None:
             repointing.plan.memory.remember([owner[key] for owner, key in repointing.plan.locations])
@@ -309,7 +309,7 @@ def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
         and source.dtype is destination.dtype
         and destination.is_contiguous()
         and not destination.is_inference()
-        and is_foreign(source)
+        and lies_in_slab(source)
     )
 
 

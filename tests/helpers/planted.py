@@ -39,7 +39,7 @@ from asyncsync.runtime.threads import interrupted_by as interrupted_by
 from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.slab import lies_in_slab
 from asyncsync.weights.tree import flatten
 from asyncsync.wire import codec, messages
 from helpers.apis import bare
@@ -128,7 +128,7 @@ def introduced() -> str:
 
 def lies_in_a_slab(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is that of a slot, or of what was received, and not the model's own."""
-    return is_foreign(tensor)
+    return lies_in_slab(tensor)
 
 
 def nbytes(weights: Any) -> int:

@@ -28,7 +28,7 @@ from asyncsync.transports.shared_memory import (
 )
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import FOREIGN, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, SlabPool
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 from helpers.programs import python
@@ -47,7 +47,7 @@ def pool() -> Iterator[WeightSlots]:
         slot.release()
     pool.close()
     eventually(lambda: not files() and not mappings())
-    assert not FOREIGN
+    assert not SLAB_RANGES
 
 
 def eventually(done: Callable[[], bool]) -> None:

@@ -96,7 +96,7 @@ async def test_a_worker_that_dies_in_the_middle_disturbs_nobody_and_its_successo
     assert await successor.fetch(descriptor, LARGE) == {7}
     slab.release()
     transport.retire(descriptor)
-    await until(lambda: not pool.draining(LARGE))
+    await until(lambda: not pool.is_draining(LARGE))
 
 
 async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(start: Start) -> None:

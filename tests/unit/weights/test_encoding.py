@@ -220,9 +220,9 @@ def test_an_encoding_is_shared_and_ends_with_its_slab() -> None:
 
 def test_a_base_of_another_layout_is_none() -> None:
     slab, other = slab_of(weights(0.0)), slab_of(FlatWeights({("still",): torch.zeros(3)}))
-    slab.follow(1, other)
+    slab.set_base(1, other)
     assert (slab.base, other.references) == (None, 1)
-    slab.follow(2, before := slab_of(weights(1.0)))
+    slab.set_base(2, before := slab_of(weights(1.0)))
     assert slab.base == (2, before)
     slab.release()
     assert (slab.base, before.references) == (None, 1)
