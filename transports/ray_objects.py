@@ -25,7 +25,7 @@ from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, elsewhere
 from asyncsync.transports import ray_private
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES
+from asyncsync.transports.shared_memory import MAP_ABOVE
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout
@@ -79,7 +79,7 @@ class ObjectTransport(PairTransport):
     def __init__(
         self,
         address: str = "127.0.0.1",
-        map_above: int = COPY_BYTES,
+        map_above: int = MAP_ABOVE,
         pair_above: int = PAIR_BYTES,
         *,
         stores: bool = False,

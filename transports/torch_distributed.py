@@ -41,7 +41,7 @@ from asyncsync.net.endpoint import address_towards
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import WorkThread, elsewhere, until_cancelled
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
+from asyncsync.transports.shared_memory import MAP_ABOVE, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
@@ -490,7 +490,7 @@ class PairTransport(ChunkTransport):
     def __init__(
         self,
         address: str = "127.0.0.1",
-        map_above: int = COPY_BYTES,
+        map_above: int = MAP_ABOVE,
         pair_above: int = PAIR_BYTES,
         *,
         backend: str = "gloo",

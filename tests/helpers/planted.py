@@ -294,7 +294,7 @@ def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of the sender's file is that of another of its files."""
-    _describe_with(monkeypatch, number=0)
+    _describe_with(monkeypatch, fd=0)
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
