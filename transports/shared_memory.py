@@ -455,8 +455,7 @@ class ReceivedSlab(PrivateSlab):
         reused as long as that mapping exists."""
         assert self.pool is not None
         memory = self._file.map(private=True)
-        self.pool.exported(self)
-        weakref.finalize(memory, self.pool.returned, self).atexit = False
+        self.pool.lend(self, memory)
         with normal_tensors():
             twin = Slab(self.layout, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
         twin.values = self.values

@@ -213,8 +213,7 @@ class Slab:
         # All views of the piece refer to this new array. So it is finalized when the last of them is gone.
         piece = self.sent.numpy()[start:stop]
         if self.pool is not None:
-            self.pool.exported(self)
-            weakref.finalize(piece, self.pool.returned, self).atexit = False
+            self.pool.lend(self, piece)
         return piece.data
 
     def contents(self) -> bytes | memoryview:
@@ -316,10 +315,12 @@ class SlabPool:
 
     # Each method that takes the lock then counts the pieces that were returned while it held the lock.
 
-    def exported(self, slab: Slab) -> None:
+    def lend(self, slab: Slab, piece: object) -> None:
+        """Do not reuse the slab until this piece of it, an object that refers to its memory, is deleted."""
         with self._lock:
             slab.exports += 1
         self._count_returned()
+        weakref.finalize(piece, self._piece_returned, slab).atexit = False
 
     def released(self, slab: Slab) -> None:
         with self._lock:
@@ -331,7 +332,7 @@ class SlabPool:
         if self._returned_pieces:
             self._count_returned()
 
-    def returned(self, slab: Slab) -> None:
+    def _piece_returned(self, slab: Slab) -> None:
         self._returned_pieces.append(slab)
         self._count_returned()
 
