@@ -24,7 +24,7 @@ import torch
 from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, elsewhere
 from asyncsync.transports import ray_private
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import MAP_ABOVE
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
@@ -32,7 +32,6 @@ from asyncsync.weights.layout import ALIGNMENT, Layout
 from asyncsync.weights.packing import CACHED_BYTES
 from asyncsync.weights.slab import Slab, SlabPool
 
-MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
 MAGIC = b"RAY\x01"
 
 
@@ -124,7 +123,7 @@ class ObjectTransport(PairTransport):
         # not used for anything else before it has ended.
         thread = WorkThread("asyncsync-get")
         into = slab.export(0, slab.nbytes)
-        fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - MARGIN)))
+        fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - DEADLINE_MARGIN)))
         del into
         thread.abandon()
         await fetching
@@ -164,6 +163,6 @@ class RayTransport(ObjectTransport, TransportBackend):
     """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-@in_sync_as("RayTransport")
+@named_in_sync("RayTransport")
 class BlockingRayTransport(ObjectTransport, BlockingTransportBackend):
     """:class:`asyncsync.RayTransport` with ordinary methods."""

@@ -49,7 +49,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import shortage
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import SLAB_RANGES, Slab, SlabPool
@@ -627,6 +627,33 @@ class ChunkTransport(Carrier):
         self.received.close()
 
 
+class Attachments(dict[MemoryPlace, AttachedSlab]):
+    """A worker's mappings of the trainer's slots. ``kept``: the inodes in the newest lease."""
+
+    kept: tuple[int, ...] = ()
+
+    def attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
+        """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
+        if self.kept != lease.kept or len(self) > len(lease.kept):
+            self.kept = lease.kept
+            self.unmap_unused()
+        slab = self.get(lease.place)
+        if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
+            self[lease.place] = slab = AttachedSlab(lease.place, layout)
+        elif slab.references:
+            slab.retain()  # the same update again; the trainer cannot have written to the slot since
+        else:
+            slab.reuse(layout)
+        return slab
+
+    def unmap_unused(self) -> None:
+        """Unmap all slots that are neither used here nor ``kept``. A mapping keeps the memory of a file even after the
+        trainer has closed the file."""
+        for place, slab in list(self.items()):
+            if place.inode not in self.kept and not slab.is_used:
+                del self[place]
+
+
 class SlotTransport(ChunkTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
@@ -642,8 +669,7 @@ class SlotTransport(ChunkTransport):
     def __init__(self, slots: int = SLOTS, map_above: int = MAP_ABOVE) -> None:
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
-        self._attachments: dict[MemoryPlace, AttachedSlab] = {}  # a worker's mappings of the trainer's slots
-        self._kept: tuple[int, ...] = ()  # the inodes in the newest lease
+        self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -666,33 +692,13 @@ class SlotTransport(ChunkTransport):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        slot = self._attach(lease, layout)
+        slot = self._attachments.attach(lease, layout)
         if lease.in_place:
             return slot
         try:
             return slot.copy_out(pool)
         finally:
             slot.release()
-
-    def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        if self._kept != lease.kept or len(self._attachments) > len(lease.kept):
-            self._kept = lease.kept
-            self._unmap_unused(lease.kept)
-        found = self._attachments.get(lease.place)
-        if found is None or found.is_detached or found.nbytes != layout.nbytes:
-            self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
-        elif found.references:
-            found.retain()  # the same update again; the trainer cannot have written to the slot since
-        else:
-            found.reuse(layout)
-        return found
-
-    def _unmap_unused(self, kept: tuple[int, ...] = ()) -> None:
-        """Unmap all slots that this process does not use, except those with the inodes ``kept``. A mapping keeps the
-        memory of a file even after the trainer has closed the file."""
-        for place, slab in list(self._attachments.items()):
-            if place.inode not in kept and not slab.is_used:
-                del self._attachments[place]
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
@@ -703,7 +709,7 @@ class SlotTransport(ChunkTransport):
         lease = Lease.decode(descriptor, layout.nbytes)
         if lease.in_place:
             return None
-        slot = self._attach(lease, layout)
+        slot = self._attachments.attach(lease, layout)
         slot.release()
         return slot.memory
 
@@ -739,7 +745,8 @@ class SlotTransport(ChunkTransport):
         for slab in self._attached:
             if not slab.references:
                 slab.children.clear()
-        self._unmap_unused()
+        self._attachments.kept = ()
+        self._attachments.unmap_unused()
         super().close()
 
 
@@ -747,12 +754,12 @@ class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
-@in_sync_as("SharedMemTransport")
+@named_in_sync("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
     update that it has not returned yet, or None. It ignores the timeout and never waits, as TorchRL documents."""
 
-    def _received(self, scheme: Any, timeout: float | None) -> Any:
+    def _receive_from(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
         return scheme.received(0.0)
 
@@ -766,6 +773,6 @@ class MPTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-@in_sync_as("MPTransport")
+@named_in_sync("MPTransport")
 class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

@@ -40,7 +40,7 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import address_towards
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import WorkThread, elsewhere, until_cancelled
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import MAP_ABOVE, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
@@ -576,7 +576,7 @@ class DistributedTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.DistributedWeightSyncScheme`: gloo, with a process group of two per worker."""
 
 
-@in_sync_as("DistributedTransport")
+@named_in_sync("DistributedTransport")
 class BlockingDistributedTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
 
@@ -585,6 +585,6 @@ class RPCTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
-@in_sync_as("RPCTransport")
+@named_in_sync("RPCTransport")
 class BlockingRPCTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.RPCTransport` with ordinary methods."""

@@ -18,7 +18,7 @@ Usage, in a scheme of one's own::
 
 from __future__ import annotations
 
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import ChunkTransport, SlotTransport
 
 
@@ -26,7 +26,7 @@ class ZMQTransport(ChunkTransport, TransportBackend):
     """The bus's own transport: the sender sends the bytes in chunks over the bus's socket."""
 
 
-@in_sync_as("ZMQTransport")
+@named_in_sync("ZMQTransport")
 class BlockingZMQTransport(ChunkTransport, BlockingTransportBackend):
     """:class:`asyncsync.ZMQTransport` with ordinary methods."""
 
@@ -38,7 +38,7 @@ class AutoTransport(SlotTransport, TransportBackend):
     streams = True
 
 
-@in_sync_as("AutoTransport")
+@named_in_sync("AutoTransport")
 class BlockingAutoTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`; see :class:`asyncsync.AutoTransport`."""
 
