@@ -12,7 +12,7 @@ import pytest
 from asyncsync import DistributedTransport, NotConnected, SharedMemTransport
 from asyncsync.net.keys import Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions
-from asyncsync.transports.torch_distributed import OwnStore, Place, StorePlace, connect
+from asyncsync.transports.torch_distributed import OwnStore, StorePlace, TransferPlace, connect
 from asyncsync.weights.slab import SlabPool
 from helpers.fetchers import Fetcher, Offerer, filled, layout_of
 from helpers.pairs import Clock, until
@@ -76,7 +76,7 @@ async def test_other_transports_descriptors_are_refused_both_ways() -> None:
         await DistributedTransport().fetch_slab(b"SHM\x01" + bytes(60), filled(SlabPool(), 1000, 1), 0.0)
     shared = SharedMemTransport()
     with pytest.raises(ValueError, match="another transport"):
-        shared.attach(Place(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())
+        shared.attach(TransferPlace(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())
     shared.close()
 
 
