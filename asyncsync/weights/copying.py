@@ -101,10 +101,9 @@ def copy_in_threads(pairs: list[tuple[memoryview, memoryview]]) -> None:
     total = sum([len(d) for d, _ in pairs])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, cores))
+    arrays = [(np.frombuffer(d, np.uint8), np.frombuffer(s, np.uint8)) for d, s in pairs]
     pieces = [
-        (d[begin : begin + PIECE_BYTES], s[begin : begin + PIECE_BYTES])
-        for d, s in [(np.frombuffer(d, np.uint8), np.frombuffer(s, np.uint8)) for d, s in pairs]
-        for begin in range(0, len(d), PIECE_BYTES)
+        (d[i : i + PIECE_BYTES], s[i : i + PIECE_BYTES]) for d, s in arrays for i in range(0, len(d), PIECE_BYTES)
     ]
     mine, *others = [pieces[i::count] for i in range(count)]
     failures: list[BaseException] = []

@@ -95,13 +95,8 @@ def available_codecs() -> int:
 
 
 def check_codec(name: str | None, delta: bool = False) -> None:
-    """Check the options ``compress`` and ``delta``.
-
-    Raises:
-        ValueError: there is no such codec.
-        ImportError: the codec's library is not installed.
-        TypeError: ``delta`` is no boolean.
-    """
+    """Check the options ``compress`` and ``delta``. Raises ValueError if there is no such codec, ImportError if its
+    library is not installed, TypeError if ``delta`` is no boolean."""
     if not isinstance(delta, bool):
         raise TypeError(f"delta must be True or False, not {delta!r}")
     if name is None:
@@ -120,10 +115,8 @@ def is_decodable(name: str, codecs: int) -> bool:
 
 
 def encode_piece(data: Buffer, name: str, item_size: int) -> bytes | None:
-    """Encode bytes with this codec, for :func:`decode_piece`. None: they would not get smaller. Any thread may call it.
-
-    ``item_size`` is the size in bytes of the numbers in the data, a power of two up to 16.
-    """
+    """Encode bytes with this codec, for :func:`decode_piece`. None: they would not get smaller. ``item_size``: the size
+    in bytes of the numbers in the data, a power of two up to 16. Any thread may call this."""
     codec, whole = CODECS[name], np.frombuffer(data, np.uint8)
     compressed = codec.compress(_transposed(whole, len(whole) // item_size, item_size).data)
     if len(compressed) + 1 >= len(whole):
@@ -132,11 +125,8 @@ def encode_piece(data: Buffer, name: str, item_size: int) -> bytes | None:
 
 
 def decode_piece(data: Buffer, size: int) -> Bytes:
-    """Decode a piece of ``size`` bytes from an untrusted peer.
-
-    No allocation here is larger than ``size``, which the caller has checked. Raises ProtocolError if
-    :func:`encode_piece` cannot have made the data.
-    """
+    """Decode a piece of ``size`` bytes from an untrusted peer. No allocation here is larger than ``size``, which the
+    caller has checked. Raises ProtocolError if :func:`encode_piece` cannot have made the data."""
     head = data[0] if len(data) else 0
     codec, item_size = _BY_NUMBER.get(head >> 4), 1 << (head & 15)
     if codec is None or item_size > MAX_ITEM_SIZE:

@@ -54,11 +54,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to. At the end of the block, that file replaces the one at ``path``.
-
-    It lies in a hidden directory beside ``path``. The directory is locked, so that :func:`remove_half_written` does not
-    remove it.
-    """
+    """Yield where to write a file that replaces the one at ``path`` when the block ends: in a hidden directory beside
+    it. The directory is locked, so that :func:`remove_half_written` does not remove it."""
     hidden = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     hidden.mkdir()
     try:

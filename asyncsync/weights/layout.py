@@ -129,12 +129,10 @@ class Layout:
     def of(cls, flat: FlatWeights) -> Layout:
         """The layout of these weights. It stores a tied tensor once, and tensors of equal trailing shape side by side.
 
-        Raises:
-            TypeError: a tensor's bytes are not its values, because it is sparse, quantised, nested, distributed or of
-                another such class; or a value cannot be sent.
-            ValueError: a tensor has no values, because it is meta or lazy or its memory is gone; two keys have the same
-                dotted name; or a name has surrogates.
-            LimitExceeded: a value or the layout is too large.
+        Raises TypeError if a tensor's bytes are not its values (it is sparse, quantised, nested, distributed or of
+        another such class), or if a value cannot be sent; ValueError if a tensor has no values (it is meta or lazy, or
+        its memory is gone), two keys have the same dotted name, or a name has surrogates; LimitExceeded if a value or
+        the layout is too large.
         """
         seen: dict[Any, Path] = {}
         ties: dict[Path, Path] = {}
@@ -218,12 +216,8 @@ class Layout:
 
     @classmethod
     def decode(cls, blob: bytes | memoryview, digest: bytes) -> Layout:
-        """Read a layout from an untrusted peer.
-
-        Raises:
-            LimitExceeded: it is too large or too deep, or has too many entries.
-            ProtocolError: anything else is wrong with it; for example, it does not match the digest.
-        """
+        """Read a layout from an untrusted peer. Raises LimitExceeded if it is too large or too deep or has too many
+        entries, and ProtocolError if anything else is wrong with it; for example, it does not match the digest."""
         if len(blob) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(blob)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         if hashlib.blake2b(blob, digest_size=16).digest() != digest:
@@ -274,13 +268,9 @@ def _is_acceptable_shape(raw: list[Any], itemsize: int) -> bool:
 
 
 def pack_values(values: Mapping[Path, Any]) -> bytes:
-    """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it.
-
-    Raises:
-        TypeError: a value, or a tensor in it, cannot be sent.
-        ValueError: a tensor in it has no values.
-        LimitExceeded: a value is larger or deeper, or has more items, than workers accept.
-    """
+    """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it. Raises TypeError if something
+    in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is larger or deeper, or has
+    more items, than workers accept."""
     packed = [msgpack.Packer().pack_array_header(len(values))]
     for path, value in values.items():
         name = dotted(path)

@@ -47,11 +47,8 @@ def canonical(path: Path) -> Path:
 
 @dataclass(slots=True)
 class FlatWeights:
-    """Weights without nesting: tensors and msgpack values, each under its key path.
-
-    ``ready`` has a CUDA event for each device. The tensors have their values once the events have occurred. With None
-    they have them already.
-    """
+    """Weights without nesting: tensors and msgpack values, each under its key path. ``ready``: a CUDA event for each
+    device, after which the tensors have their values; None: they have them already."""
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
@@ -68,9 +65,8 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     not split. Names that torch.compile inserts are left out. A leaf may be a tensor, a NumPy array, an object with
     arrays, or extra state, which is a value that msgpack can encode.
 
-    Raises:
-        TypeError: a key is not a string, or torch has no dtype for a NumPy array.
-        ValueError: two keys have the same dotted name.
+    Raises TypeError if a key is not a string, or torch has no dtype for a NumPy array; ValueError if two keys have the
+    same dotted name.
     """
     if not isinstance(weights, TensorDictBase) and PLAIN.issuperset(map(type, weights.values())):
         return FlatWeights(dict(zip(_paths(tuple(weights)), weights.values(), strict=True)))
@@ -176,21 +172,16 @@ def writable_arrays(value: Any) -> ArrayMapping | None:
     ValueError if this is an array that cannot be written."""
     if isinstance(value, np.ndarray):
         if not is_array(value) or _as_destination(value).is_meta:
-            raise ValueError(
-                "this array cannot receive weights: it is read-only, or torch does not support its dtype or strides"
-            )
+            raise ValueError("this array cannot receive weights: it is read-only, or torch lacks its dtype or strides")
         return ArrayMapping({ALONE: value}, is_alone=True)
     attributes = _attributes(value)
     return None if attributes is None else ArrayMapping(attributes)
 
 
 class ArrayMapping(MutableMapping[str, Any]):
-    """The weights in a dict of attributes, as tensors.
-
-    A writable array appears as a tensor over its memory. A number or a read-only array appears as a meta tensor, so an
-    update sets a new value instead of writing into it. The new value gets the type of the old one. With ``is_alone``,
-    the dict is our own and the user has only the array, so setting it writes into the array.
-    """
+    """The weights in a dict of attributes, as tensors. A writable array is a tensor over its memory. A number or a
+    read-only array is a meta tensor, so an update sets a new value instead, of the same type. With ``is_alone``, the
+    user knows only the array, not this dict, so setting it writes into the array."""
 
     def __init__(self, table: MutableMapping[str, Any], *, is_alone: bool = False) -> None:
         self._table = table
