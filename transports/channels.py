@@ -318,7 +318,7 @@ class ChannelReceiver(Carrier):
         self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
         self._thread = WorkThread("asyncsync-receive")
-        self._setup: asyncio.Future[Exception | None] | None = None
+        self._setup: asyncio.Future[None] | None = None
         self._receiving: asyncio.Future[Message | None] | None = None  # the call of receive_weights under way
         self._unfetched: Message | None = None  # the last message, until it is fetched
         self._replaced: asyncio.Future[None] | None = None  # done when a newer fetch has replaced the one that waits
@@ -342,8 +342,8 @@ class ChannelReceiver(Carrier):
                 f"{type(self.channel).__name__}.{RECEIVER_SETUP} has not returned within {timeout:g} s: is the "
                 "sender connecting? You may call connect() again"
             )
-        if (error := self._setup.result()) is not None:
-            raise error
+        if self._setup_error is not None:
+            raise self._setup_error
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         # Receive until the weights with this tag have arrived, and copy them into the slab. Raises TimeoutError if they
@@ -416,14 +416,12 @@ class ChannelReceiver(Carrier):
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _set_up(self) -> Exception | None:
+    def _set_up(self) -> None:
         try:
-            method = own_method(self.channel, RECEIVER_SETUP)
-            if method is not None:
+            if (method := own_method(self.channel, RECEIVER_SETUP)) is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
             self._setup_error = as_exception(error)
-        return self._setup_error
 
     def _receive(self, layout: Layout, seconds: float) -> Message | None:
         if self._setup_error is not None:
