@@ -194,9 +194,8 @@ def named_in_sync(name: str) -> Callable[[C], C]:
 class BlockingTransportBackend(Carrier):
     """A transport whose documented methods are ordinary methods.
 
-    A subclass defines either ``send_weights`` and ``receive_weights``, or ``offer`` and ``fetch``. The first two are a
-    first-in, first-out channel. They may block, because the library calls them in threads. The other two are coroutines
-    on the bus's event loop.
+    A subclass defines either ``send_weights`` and ``receive_weights``, a first-in, first-out channel that may block
+    because the library calls it in threads; or ``offer`` and ``fetch``, coroutines on the bus's event loop.
     """
 
     def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
@@ -271,9 +270,9 @@ class Destination:
         self.model = None if model is scheme.model else model
 
     def deliver(self, received: TensorDictBase | None) -> Any:
-        """Write what the scheme has just returned to the model and the buffer. Returns the buffer, or without one the
-        received weights. If this raises, the scheme will return the update again. If the update does not fit, nothing
-        was changed."""
+        """Write what the scheme has just returned to the model and the buffer. Returns the buffer, if there is one, or
+        the received weights. If this raises, the scheme returns the update again. An update that does not fit changes
+        nothing."""
         if received is None:
             return None
         now_returned = self.scheme.last_returned

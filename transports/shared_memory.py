@@ -183,8 +183,8 @@ class MemoryFile:
         except OSError:  # this is no memory file
             return False
 
-    # Both methods raise MemoryError. If they fail, they close the file at once, because the traceback may keep this
-    # object alive for long.
+    # Both methods raise MemoryError. They close a file that cannot be mapped, because the traceback may keep this object
+    # alive for long. A private mapping may be an additional one, of a file that is in use.
 
     def map(self, *, private: bool = False) -> mmap.mmap:
         """Map the whole file. With ``private``, writing to a page makes a copy of it for this process, which hides what

@@ -415,14 +415,9 @@ class PairClient:
         self._closed = False
 
     def receive(self, transfer: bytes, slab: Slab, into: torch.Tensor) -> None:
-        """Receive the bytes of the transfer of this name into the slab, whose memory is ``into``.
-
-        Raises:
-            NotConnected: the sender cannot be reached, or is gone.
-            LookupError: the sender does not offer this transfer any more.
-            ValueError: the sender offers another number of bytes.
-            MemoryError: there is no memory for them.
-        """
+        """Receive the bytes of the transfer of this name into the slab, whose memory is ``into``. Raises NotConnected
+        if the sender cannot be reached, LookupError if it does not offer the transfer any more, ValueError if it offers
+        another number of bytes, MemoryError if there is no memory for them."""
         slab.reserve()
         while True:
             is_old = self._pair is not None

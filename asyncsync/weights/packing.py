@@ -107,10 +107,8 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
 
 
 def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
-    """Record an event on the current stream of each CUDA device that the sources are on. None: no source is on one.
-
-    Where CUDA is in use, this also copies extra state to the host.
-    """
+    """Record an event on the current stream of each CUDA device that the sources are on. None: they are on none. If the
+    process uses CUDA, this also moves extra state to the host."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
@@ -125,15 +123,11 @@ def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
 class AddressCache:
     """Remembers where the tensors of a model have their bytes, because most updates find them where the last one did.
 
-    The cache keeps that memory alive until its next call. So a copy is safe even if another thread gives a tensor other
-    memory in the meantime.
-
-    Attributes:
-        views: the bytes of the remembered tensors; None: not known yet, or copying the tensors takes more than that.
+    It keeps this memory alive until its next call. So a copy is safe if another thread gives a tensor other memory.
     """
 
     def __init__(self) -> None:
-        self.views: list[memoryview] | None = None
+        self.views: list[memoryview] | None = None  # the bytes of the tensors, once they were looked up
         # The cache holds ids, not weak references: torch.utils.swap_tensors(), which `.to()` and load_state_dict() may
         # use, refuses tensors with weak references. A new tensor may get an old id. Then its address differs, or it has
         # the same storage.
@@ -146,11 +140,8 @@ class AddressCache:
         self._needs_torch = False  # copying these tensors takes more than copying bytes
 
     def lookup(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
-        """Return the bytes of each tensor, valid until a tensor gets other memory, and remember them.
-
-        None: copying these tensors takes more than copying bytes. Also None when many tensors come for the first time,
-        because the next call may bring others.
-        """
+        """Return and remember the bytes of each tensor, valid until a tensor gets other memory. None: copying these
+        tensors takes more than copying bytes; or there are many of them and they are new, so the next may be others."""
         if not self.matches(tensors):
             self.remember(tensors if len(tensors) <= MAX_TENSORS else [])
             if not self._ids or len(tensors) > FEW_TENSORS:
