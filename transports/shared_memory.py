@@ -183,7 +183,7 @@ class MemoryFile:
         except OSError:  # this is no memory file
             return False
 
-    # Both methods raise MemoryError. They close a file that cannot be mapped, because the traceback may keep this object
+    # Both methods raise MemoryError. They close a file that they cannot map, because the traceback may keep this object
     # alive for long. A private mapping may be an additional one, of a file that is in use.
 
     def map(self, *, private: bool = False) -> mmap.mmap:
