@@ -530,12 +530,8 @@ class AttachedSlab(PrivateSlab):
         except OSError:  # Linux before 5.14
             pages = np.frombuffer(self.mapping, np.uint8)[:: mmap.PAGESIZE]
             pages += np.uint8(0)
+        self._sent = self.buffer  # the trainer may write to the slot again
         self.is_detached = True
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """As in :class:`PrivateSlab`; once detached, the private mapping, because the slot may be written again."""
-        return self.buffer if self.is_detached else super().sent
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
@@ -664,11 +660,11 @@ class SlotTransport(ChunkTransport):
     """
 
     pool: WeightSlots
-    streams: ClassVar[bool] = False  # whether workers on other hosts get the bytes as chunks
+    streamable: ClassVar[bool] = False  # whether workers on other hosts get the bytes as chunks
 
     def __init__(self, slots: int = SLOTS, map_above: int = MAP_ABOVE) -> None:
         super().__init__(map_above)
-        self.pool = WeightSlots(slots, map_above, streamable=self.streams)
+        self.pool = WeightSlots(slots, map_above, streamable=self.streamable)
         self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
@@ -701,7 +697,7 @@ class SlotTransport(ChunkTransport):
             slot.release()
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
+        return super().acquire_slab(layout, pool) if self.streamable else pool.acquire(layout)
 
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:

@@ -34,11 +34,11 @@ class AutoTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.AutoWeightSyncScheme`. Workers on the sender's host map a version's slot, and
     workers on other hosts get its bytes in chunks. The version counts as in use until all have them."""
 
-    streams = True
+    streamable = True
 
 
 @named_in_sync("AutoTransport")
 class BlockingAutoTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`; see :class:`asyncsync.AutoTransport`."""
 
-    streams = True
+    streamable = True
