@@ -427,7 +427,7 @@ class ChannelReceiver(Carrier):
         if self._setup_error is not None:
             raise self._setup_error
         if self._buffer is None or self._buffer[0] != layout.digest:
-            self._buffer = layout.digest, _empty(layout)
+            self._buffer = layout.digest, _receive_buffer(layout)
         received = self.channel.receive_weights(
             timeout=seconds if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
@@ -454,7 +454,7 @@ def _tag(message: Message) -> bytes:
     return bytes(message[TAG].tolist())
 
 
-def _empty(layout: Layout) -> TensorDict:
+def _receive_buffer(layout: Layout) -> TensorDict:
     """A TensorDict of a layout's entries and the tag, into which the user's code may receive."""
     with normal_tensors():
         entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]

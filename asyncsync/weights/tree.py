@@ -29,7 +29,7 @@ Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"  # torch's name, in a state dict
 IN_TENSORDICT = "__extra_state__"  # TorchRL's name, in a TensorDict
-ALONE = "array"  # the name of an array that is a model by itself
+LONE_ARRAY = "array"  # the name of an array that is a model by itself
 
 
 def dotted(path: Path) -> str:
@@ -85,7 +85,7 @@ def as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, NonTensorStack) else value
 
 
-def _put(flat: FlatWeights, path: Path, value: Any) -> None:
+def _add_leaf(flat: FlatWeights, path: Path, value: Any) -> None:
     if path in flat.tensors or path in flat.values:
         raise ValueError(collision(dotted(path)))
     if isinstance(value, torch.Tensor):
@@ -103,13 +103,13 @@ def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: Fl
         path = canonical((*prefix, *_split(key)) if is_dict else (*prefix, str(key)))
         is_tensordict = isinstance(value, TensorDictBase)
         if path[-1] == EXTRA_STATE:
-            _put(flat, path, value.to_dict() if is_tensordict else value)
+            _add_leaf(flat, path, value.to_dict() if is_tensordict else value)
         elif is_tensordict or (is_dict and isinstance(value, Mapping)):
             _flatten(value, path, flat)
         elif is_dict and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
             _flatten(arrays, path, flat)
         else:
-            _put(flat, path, value)
+            _add_leaf(flat, path, value)
 
 
 @lru_cache(16)
@@ -144,7 +144,7 @@ def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None
 
 def is_array(value: Any) -> bool:
     """Whether this is a NumPy array or number whose dtype torch has."""
-    return isinstance(value, np.ndarray | np.generic) and _dtype(value.dtype) is not None
+    return isinstance(value, np.ndarray | np.generic) and _torch_dtype(value.dtype) is not None
 
 
 def from_array(value: Any, name: str) -> torch.Tensor:
@@ -160,10 +160,10 @@ def from_array(value: Any, name: str) -> torch.Tensor:
 def source_arrays(value: Any) -> dict[str, torch.Tensor] | None:
     """The weights of an array, or of an object with arrays, to send. None: this is neither."""
     if isinstance(value, np.ndarray):
-        return {ALONE: from_array(value, ALONE)}
-    if (attributes := _attributes(value)) is None:
+        return {LONE_ARRAY: from_array(value, LONE_ARRAY)}
+    if (attributes := _attributes_with_arrays(value)) is None:
         return None
-    found = {name: attributes[name] for name in _weights_of(attributes)}
+    found = {name: attributes[name] for name in _weight_names(attributes)}
     return {name: v if isinstance(v, torch.Tensor) else from_array(v, name) for name, v in found.items()}
 
 
@@ -173,8 +173,8 @@ def writable_arrays(value: Any) -> ArrayMapping | None:
     if isinstance(value, np.ndarray):
         if not is_array(value) or _as_destination(value).is_meta:
             raise ValueError("this array cannot receive weights: it is read-only, or torch lacks its dtype or strides")
-        return ArrayMapping({ALONE: value}, is_alone=True)
-    attributes = _attributes(value)
+        return ArrayMapping({LONE_ARRAY: value}, is_alone=True)
+    attributes = _attributes_with_arrays(value)
     return None if attributes is None else ArrayMapping(attributes)
 
 
@@ -210,10 +210,10 @@ class ArrayMapping(MutableMapping[str, Any]):
         del self._table[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_weights_of(self._table))
+        return iter(_weight_names(self._table))
 
     def __len__(self) -> int:
-        return len(_weights_of(self._table))
+        return len(_weight_names(self._table))
 
 
 def _as_destination(value: Any) -> torch.Tensor:
@@ -224,10 +224,10 @@ def _as_destination(value: Any) -> torch.Tensor:
             except (TypeError, ValueError):  # its strides are no multiple of the item size, or its bytes are swapped
                 pass
         array = np.asarray(value)
-        return torch.empty(array.shape, dtype=_dtype(array.dtype), device="meta")
+        return torch.empty(array.shape, dtype=_torch_dtype(array.dtype), device="meta")
 
 
-def _attributes(value: Any) -> MutableMapping[str, Any] | None:
+def _attributes_with_arrays(value: Any) -> MutableMapping[str, Any] | None:
     """The attributes of an object. None: it has no arrays, or is a class or a module."""
     found = getattr(value, "__dict__", None)
     if isinstance(value, type | nn.Module) or not isinstance(found, dict):
@@ -235,11 +235,11 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     return found if any(map(is_array, found.values())) else None
 
 
-def _weights_of(attributes: MutableMapping[str, Any]) -> list[str]:
+def _weight_names(attributes: MutableMapping[str, Any]) -> list[str]:
     return [n for n, v in attributes.items() if is_array(v) or type(v) is float or isinstance(v, torch.Tensor)]
 
 
-def _dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     """The torch dtype for a NumPy dtype in any byte order. None: torch has none."""
     try:
         return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
