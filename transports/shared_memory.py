@@ -323,7 +323,7 @@ class WeightSlots(SlabPool):
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self.spare
-        if spare is None or spare.buffer.numel() != nbytes:
+        if spare is None or spare.nbytes != nbytes:
             return False
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()
 

@@ -269,8 +269,8 @@ class SlabPool:
             return False
         self._count_returned()
         with self._lock:
-            fits = self.spare is not None and self.spare.buffer.numel() == nbytes
-            return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
+            fits = self.spare is not None and self.spare.nbytes == nbytes
+            return not fits and any(s.nbytes == nbytes for s in self._draining)
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
         """Whether one more slab may be acquired now. Only the number of shared-memory slots is limited."""
