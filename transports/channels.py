@@ -62,7 +62,7 @@ def is_channel(transport: Any) -> bool:
     if not own and is_backend:
         return False
     if not own:
-        raise TypeError(f"create_transport must return a BlockingTransportBackend, not {kind.__name__}")
+        raise TypeError(f"create_transport must return a TransportBackend, not {kind.__name__}")
     if len(own) < 2:
         missing = "receive_weights" if own == ["send_weights"] else "send_weights"
         raise TypeError(f"{kind.__name__} defines {own[0]} but not {missing}; a blocking transport needs both")
