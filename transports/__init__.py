@@ -1,6 +1,6 @@
-"""Transports: how the bytes of a slab reach a worker. Those of the asyncio API; asyncsync.sync has the others.
+"""Transports: how the bytes of a slab reach a worker. The asyncio API has these; asyncsync.sync has the blocking ones.
 
-:data:`TAG` is the key under which a blocking transport of a user's own is handed a publication's id.
+:data:`TAG` is the key of an additional entry that a user's own blocking transport must deliver with the weights.
 """
 
 from asyncsync.transports.base import TransportBackend

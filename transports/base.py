@@ -1,21 +1,21 @@
 """What a transport must do to carry slabs, and the methods that TorchRL documents, in both APIs.
 
-A transport is a :class:`asyncsync.bus.carrier.Carrier` with methods of its own for users. Two interfaces have the name
-TransportBackend: :class:`asyncsync.TransportBackend`, and :class:`asyncsync.sync.TransportBackend`, where the methods
-are ordinary ones.
+A transport is a :class:`asyncsync.bus.carrier.Carrier` with further methods for users. There are two interfaces of the
+name TransportBackend: in :class:`asyncsync.TransportBackend`, these methods are coroutines; in
+:class:`asyncsync.sync.TransportBackend`, they are ordinary methods.
 
 Usage of the documented methods, on a connected scheme's transport::
 
-    await sender.shared_transport.send_weights(weights)                  # no worker is waited for
+    await sender.shared_transport.send_weights(weights)                  # waits for no worker
     await receiver.receiver_transport.receive_weights(timeout=1.0, weights=buffer)   # None: nothing came
 
 A transport is stateless: weights, model and strategy are arguments, and it has only a weak reference to its scheme. A
-transport of a user's own subclasses a TransportBackend; its scheme returns it from ``create_transport``.
+user's own transport subclasses a TransportBackend, and the user's scheme returns it from ``create_transport``.
 
-What is received may go to a buffer or a model of the caller's, too: a :class:`Destination`. Everything is checked
-before anything is changed: arguments when it is made, the fit when weights have come.
+``receive_weights`` can also fill a buffer or update a model: a :class:`Destination`. It checks the arguments before the
+scheme receives, and changes nothing if the received weights do not fit.
 
-Usage of a blocking transport of one's own, with which :mod:`asyncsync.transports.channels` deals::
+Usage of a user's own blocking transport, which :mod:`asyncsync.transports.channels` runs::
 
     class QueueTransport(TransportBackend):
         def __init__(self, queue):
@@ -57,9 +57,11 @@ from asyncsync.weights.tree import Path, dotted, flatten
 
 C = TypeVar("C", bound=type)
 
+DEADLINE_MARGIN = 0.5  # seconds that a transport gives up before the bus does, because its error says more
+
 
 def _scheme_of(transport: TransportBackend | BlockingTransportBackend, role: str) -> Any:
-    """The scheme that the transport is bound to, if it has this role and the same API."""
+    """The transport's scheme. Raises if there is none, or it has another role or the other API."""
     scheme = None if transport.bound_to is None else transport.bound_to()
     name = type(transport).__name__
     if scheme is None:
@@ -70,26 +72,26 @@ def _scheme_of(transport: TransportBackend | BlockingTransportBackend, role: str
     if scheme.is_blocking is isinstance(transport, TransportBackend):
         kind, api = ("ordinary", "asyncsync.sync") if scheme.is_blocking else ("coroutines", "asyncsync")
         raise TypeError(
-            f"the methods of {type(scheme).__name__} are {kind}, those of its {name} are not: have "
-            f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
+            f"the methods of {type(scheme).__name__} are {kind}, but those of its {name} are not: return a "
+            f"TransportBackend of {api} from create_transport, or call the scheme's own send and receive"
         )
     if scheme.role != role:
-        raise RuntimeError(f"this is the {scheme.role}'s transport; call this on the {role}'s")
+        raise RuntimeError(f"this is the {scheme.role}'s transport; call this method on the {role}'s transport")
     return scheme
 
 
 class TransportBackend(Carrier, ABC):
-    """A transport whose documented methods are coroutines. A subclass must have :meth:`fetch`."""
+    """A transport whose documented methods are coroutines. A subclass must define :meth:`fetch`."""
 
     @abstractmethod
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Receiver: bring the slab's bytes into ``into``, completely or with an exception.
+        """Receiver: bring all of the slab's bytes into ``into``, or raise.
 
         The bus cancels it at the deadline, and when the receiver shuts down. Once it has returned, nothing may write
-        into ``into`` any more, because the bus applies the bytes. If it was cancelled or has raised, its threads and
-        tasks may still write: the bus reuses the memory only when no reference to ``into`` is left, nor to a slice,
-        array or tensor over it. So drop these references at the end. Native code that has only the address must have
-        ended before this returns or raises, also when it is cancelled.
+        into ``into`` any more, because the bus applies the bytes. After it was cancelled or has raised, its threads and
+        tasks may still write: the bus reuses the memory only when there is no reference left to ``into``, or to a
+        slice, array or tensor over it. So drop these references at the end. Native code that knows only the address
+        must have ended before this returns or raises, also when it is cancelled.
 
         Args:
             descriptor: what :meth:`offer` returned.
@@ -138,10 +140,10 @@ class TransportBackend(Carrier, ABC):
             ClosedError, Fenced: no update will come any more.
         """
         destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
-        return await self._take(destination, await destination.scheme.receive(timeout))
+        return await self._deliver_to(destination, await destination.scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions."""
+        """Connect the sender, like the scheme's ``connect()``, which raises the same exceptions."""
         await _scheme_of(self, "sender").connect()
 
     async def setup_connection_and_weights_on_receiver(
@@ -152,7 +154,7 @@ class TransportBackend(Carrier, ABC):
         model: Any = None,
         strategy: str | WeightStrategy | None = None,
     ) -> Any:
-        """Connect the receiver: as the scheme's ``connect(worker_idx=…)``.
+        """Connect the receiver, like the scheme's ``connect(worker_idx=…)``.
 
         Args:
             worker_idx: this worker's index.
@@ -167,19 +169,19 @@ class TransportBackend(Carrier, ABC):
         """
         destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         await destination.scheme.connect(worker_idx=worker_idx)
-        return await self._take(destination, await destination.scheme.current_weights())
+        return await self._deliver_to(destination, await destination.scheme.current_weights())
 
-    async def _take(self, destination: Destination, received: TensorDict | None) -> Any:
+    async def _deliver_to(self, destination: Destination, received: TensorDict | None) -> Any:
         link = destination.scheme.bus.link
         if received is None or link is None or link.closed:
-            return destination.take(received)
-        # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
+            return destination.deliver(received)
+        # The link copies large weights in a thread. A cancellation does not interrupt the copy.
         nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
-        return await link.run_inline_or_in_thread(lambda: destination.take(received), nbytes)
+        return await link.run_inline_or_in_thread(lambda: destination.deliver(received), nbytes)
 
 
-def in_sync_as(name: str) -> Callable[[C], C]:
-    """Decorates a class that users import from asyncsync.sync by this name, with which it is shown and pickled."""
+def named_in_sync(name: str) -> Callable[[C], C]:
+    """Decorate a class that users import from asyncsync.sync under this name, so that it is shown and pickled so."""
 
     def decorate(kind: C) -> C:
         kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
@@ -188,12 +190,12 @@ def in_sync_as(name: str) -> Callable[[C], C]:
     return decorate
 
 
-@in_sync_as("TransportBackend")
+@named_in_sync("TransportBackend")
 class BlockingTransportBackend(Carrier):
     """A transport whose documented methods are ordinary methods.
 
-    A subclass defines either ``send_weights`` and ``receive_weights`` (a first-in, first-out channel that may block:
-    the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
+    A subclass defines either ``send_weights`` and ``receive_weights``, a first-in, first-out channel that may block
+    because the library calls it in threads; or ``offer`` and ``fetch``, coroutines on the bus's event loop.
     """
 
     def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
@@ -214,21 +216,21 @@ class BlockingTransportBackend(Carrier):
     ) -> Any:
         """Receiver: wait for the next update. As :meth:`asyncsync.TransportBackend.receive_weights`.
 
-        An overriding method returns the weights of the sender's next ``send_weights``, or fills them into ``weights``
-        (a TensorDict with the same entries) and returns that; None if nothing has arrived within ``timeout``. ``model``
-        and ``strategy`` are None, because the bus applies the weights.
+        An overriding method returns the weights of the sender's next ``send_weights``, or copies them into ``weights``
+        (a TensorDict with the same entries) and returns that. It returns None if nothing has arrived within
+        ``timeout``. ``model`` and ``strategy`` are None, because the bus applies the weights.
         """
         destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
-        return destination.take(self._received(destination.scheme, timeout))
+        return destination.deliver(self._receive_from(destination.scheme, timeout))
 
-    def _received(self, scheme: Any, timeout: float | None) -> Any:
+    def _receive_from(self, scheme: Any, timeout: float | None) -> Any:
         return scheme.receive(timeout)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions.
+        """Connect the sender, like the scheme's ``connect()``, which raises the same exceptions.
 
         The library calls an overriding method while the scheme connects, and again for each worker that joins or
-        restarts later; it may wait for the receiver's method.
+        restarts later. The method may wait for the receiver's method.
         """
         _scheme_of(self, "sender").connect()
 
@@ -249,37 +251,38 @@ class BlockingTransportBackend(Carrier):
         destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         scheme = destination.scheme
         scheme.connect(worker_idx=worker_idx)
-        return destination.take(scheme.bus.run_on_loop(scheme.current_weights))
+        return destination.deliver(scheme.bus.run_on_loop(scheme.current_weights))
 
 
 class Destination:
-    """A buffer, a model and a strategy, as the documented methods of a transport take them. To be made before the
-    scheme receives. Raises TypeError, ValueError: another kind of argument."""
+    """Where received weights go: the arguments ``weights``, ``model`` and ``strategy`` of a transport's methods. Create
+    it before the scheme receives. Raises TypeError or ValueError if an argument is of the wrong kind."""
 
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
         self.scheme = scheme
-        self._before = scheme.last_returned
+        self._last_returned = scheme.last_returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
-        # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
-        # roll it back.
+        # The bus updates the scheme's own model, through its gate. A second writer could tear a forward, or restore an
+        # older version.
         self.model = None if model is scheme.model else model
 
-    def take(self, received: TensorDictBase | None) -> Any:
-        """Apply and fill in what the scheme has just returned; returns what the documented method returns. If this
-        raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
+    def deliver(self, received: TensorDictBase | None) -> Any:
+        """Write what the scheme has just returned to the model and the buffer. Returns the buffer, if there is one, or
+        the received weights. If this raises, the scheme returns the update again. An update that does not fit changes
+        nothing."""
         if received is None:
             return None
-        mark = self.scheme.last_returned
+        now_returned = self.scheme.last_returned
         try:
-            return self._take(received)
+            return self._deliver(received)
         except BaseException:
-            self.scheme.take_back(mark, self._before)
+            self.scheme.take_back(now_returned, self._last_returned)
             raise
 
-    def _take(self, received: TensorDictBase) -> Any:
+    def _deliver(self, received: TensorDictBase) -> Any:
         flat = flatten(received)
         sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
         buffer = None
@@ -289,7 +292,7 @@ class Destination:
             buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
             check_fit(buffer, sent, "the buffer that was passed as weights=")
             if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
-                problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be filled"
+                problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be written to"
                 raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
@@ -305,8 +308,8 @@ class Destination:
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:
-    """Compare tensors with those of an update, both by their dotted names. Raises SchemaMismatch, with the keys, shapes
-    or dtypes that differ."""
+    """Compare the tensors of ``what`` with those of an update, by dotted name. Raises SchemaMismatch with the keys,
+    shapes or dtypes that differ."""
     problems = [f"{name!r} is missing" for name in sent.keys() - own.keys()]
     problems += [f"{name!r} is not in the update" for name in own.keys() - sent.keys()]
     for name, tensor in sent.items():
@@ -321,14 +324,14 @@ def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor],
 
 
 def _set_value(weights: Any, path: Path, value: Any) -> None:
-    """Extra state, which is no tensor, takes its place in the caller's buffer."""
+    """Put extra state that is no tensor into the caller's buffer."""
     if isinstance(weights, TensorDictBase):
         weights.set(path, NonTensorData(value))
         return
     node = weights
     for name in path[:-1]:
         if not isinstance(node.get(name), MutableMapping):
-            weights[dotted(path)] = value  # a state dict has dotted names
+            weights[dotted(path)] = value  # this is a state dict, whose names are dotted
             return
         node = node[name]
     node[path[-1]] = value

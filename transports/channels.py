@@ -1,17 +1,16 @@
-"""Blocking transports of a user's own, behind the narrow interface of the bus.
+"""Adapts users' own blocking transports to the interface that the bus needs.
 
-A user's :class:`asyncsync.sync.TransportBackend` has ``send_weights(weights)`` and ``receive_weights(timeout, …)``: a
-channel to one worker that is first in, first out, knows no versions, and may block until the other side takes part. So:
+A user's :class:`asyncsync.sync.TransportBackend` has ``send_weights(weights)`` and ``receive_weights(timeout, …)``. It
+is a first-in, first-out channel to one worker. It knows no versions, and may block until the other side takes part. So:
 
-- The sender has one transport per worker (``create_transport(worker_idx=i)``), each with a daemon thread of its own,
-  and hands weights to it only when the instruction to fetch them goes out to that worker: versions that a slow worker
-  skips never enter the channel, and a late one gets its own target.
-- What is handed over is a copy: a queue may pickle it later, or move it to shared memory, when the slab holds another
-  version already.
-- With it goes an entry :data:`TAG`, unique to that publication. The receiver takes messages from the channel until the
-  one that the instruction names has come: never an older one, a duplicate, or a mixture.
+- The sender has one transport per worker (``create_transport(worker_idx=i)``), each with a daemon thread of its own. It
+  hands weights to a transport only after the bus has sent that worker an UPDATE that names them. So versions that a
+  slow worker skips never enter the channel, and a worker that joins late gets its own target.
+- The transport gets a copy, because a queue may pickle the weights later, when the slab already holds another version.
+- The copy has an additional entry :data:`TAG`, unique to its publication. The receiver takes messages from the channel
+  until the one arrives that the UPDATE names. So it never applies an older message, a duplicate, or a mixture.
 
-Threads that a user's code blocks are abandoned at the end, never waited for.
+If user code blocks one of these threads, the thread is abandoned at the end; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, finish, run_in_thread
-from asyncsync.transports.base import BlockingTransportBackend, check_fit
+from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -43,19 +42,18 @@ from asyncsync.weights.tree import dotted, flatten, nest
 logger = logging.getLogger("asyncsync")
 
 TAG = "_asyncsync_id"
-"""Key of the entry that identifies a publication: 16 bytes (uint8)."""
+"""Key of the entry that identifies a publication by 16 bytes (uint8)."""
 
 TAG_BYTES = 16
 CLOSE_SECONDS = 1.0
 
 SENDER_SETUP = "setup_connection_and_weights_on_sender"
 RECEIVER_SETUP = "setup_connection_and_weights_on_receiver"
-MARGIN = 0.5  # ends earlier than the bus's own deadline, whose message has less in it
 
 
 def is_channel(transport: Any) -> bool:
-    """True for a blocking transport of a user's own, False for one that the bus can use as it is. Raises TypeError:
-    neither."""
+    """Whether this is a user's own blocking transport. False: the bus can use the transport directly. Raises TypeError
+    if it is neither."""
     kind = type(transport)
     is_backend = isinstance(transport, BlockingTransportBackend) and kind.fetch is Carrier.fetch
     if isinstance(transport, Carrier) and not is_backend:
@@ -64,10 +62,10 @@ def is_channel(transport: Any) -> bool:
     if not own and is_backend:
         return False
     if not own:
-        raise TypeError(f"create_transport must return a BlockingTransportBackend, not {kind.__name__}")
+        raise TypeError(f"create_transport must return a TransportBackend, not {kind.__name__}")
     if len(own) < 2:
         missing = "receive_weights" if own == ["send_weights"] else "send_weights"
-        raise TypeError(f"{kind.__name__} has {own[0]}, but no {missing} of its own; a blocking transport needs both")
+        raise TypeError(f"{kind.__name__} defines {own[0]} but not {missing}; a blocking transport needs both")
     for name in (*own, SENDER_SETUP, RECEIVER_SETUP):
         if inspect.iscoroutinefunction(getattr(kind, name, None)):
             raise TypeError(
@@ -78,7 +76,7 @@ def is_channel(transport: Any) -> bool:
 
 
 def own_method(transport: Any, name: str) -> Callable[..., Any] | None:
-    """The user's own method of this name, if there is one."""
+    """The transport's method of this name, unless it inherits the library's."""
     method, inherited = getattr(transport, name, None), getattr(BlockingTransportBackend, name)
     if isinstance(transport, BlockingTransportBackend) and getattr(type(transport), name) is inherited:
         return None
@@ -86,14 +84,14 @@ def own_method(transport: Any, name: str) -> Callable[..., Any] | None:
 
 
 def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
-    """Views into a slab, and the tag. Extra state, which is no tensor, travels in the instruction."""
+    """Views into a slab, and the tag. Extra state that is no tensor is missing, because it travels in the UPDATE."""
     weights = nest(slab.tensors())
     weights.set(TAG, torch.frombuffer(bytearray(descriptor), dtype=torch.uint8))
     return weights
 
 
 async def close_channels(transports: Iterable[Any], timeout: float) -> None:
-    """Call every transport's ``close``, each in a thread of its own, and wait a moment for all of these."""
+    """Call ``close`` of every transport that has it, each in a thread of its own. Wait for at most a second."""
 
     def close_one(close: Callable[[], None]) -> None:
         try:
@@ -113,12 +111,12 @@ async def close_channels(transports: Iterable[Any], timeout: float) -> None:
         await run_in_thread("asyncsync-close", close_all)
 
 
-# -- the sender's end --------------------------------------------------------------------------------------------------
+# -- the sender --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Dispatch:
-    """One slab, with a reference, on its way to one worker."""
+    """A slab on its way to one worker, with a reference to it until it was copied."""
 
     slab: Slab | None
     descriptor: bytes
@@ -126,19 +124,19 @@ class _Dispatch:
     failed: Failed
 
     def release(self) -> None:
-        """On the loop; idempotent."""
+        """Call it on the event loop. Idempotent."""
         slab, self.slab = self.slab, None
         if slab is not None:
             slab.release()
 
 
 class _WorkerChannel:
-    """One worker's transport and thread. At most one dispatch is under way, and one, the newest, waits."""
+    """One worker's transport and thread. At most one dispatch is being sent, and only the newest other one waits."""
 
     def __init__(self, worker: int, create: Callable[[int], Any], transport: Any = None) -> None:
         self.worker = worker
-        self.transport = transport  # None: the thread makes it
-        # The thread's own: the incarnation for which the connection is set up; b"": for the first one that comes.
+        self.transport = transport  # None: the thread will create it
+        # The incarnation for which the connection is set up; b"": for the first one. Only the thread uses this.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
@@ -147,21 +145,21 @@ class _WorkerChannel:
         self._waiting: _Dispatch | None = None
         self._closed = False
 
-    # on the loop
+    # on the event loop
 
     def connect(self) -> None:
-        """Set up the connection with the first receiver that comes; a setup that failed is begun anew."""
+        """Set up the connection with the first receiver that comes, unless that is under way or done."""
         before = self.connecting
         if before is None or (before.done() and before.exception() is not None):
             self.connecting = self.thread.submit(self._connect)
-            # asyncio is not to report an exception that nobody retrieves.
+            # Retrieve the exception, so that asyncio does not report it if channel_ready is never called.
             self.connecting.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     def put(self, dispatch: _Dispatch) -> None:
+        """Send this dispatch next, in place of one that waits: an UPDATE has superseded that one's UPDATE."""
         if self._current is None:
             self._begin(dispatch)
             return
-        # The instruction names one slab at a time: what still waits is not wanted any more.
         if self._waiting is not None:
             self._waiting.release()
         self._waiting = dispatch
@@ -186,7 +184,7 @@ class _WorkerChannel:
             self._begin(following)
 
     def close(self) -> None:
-        """Drop what waits; the thread ends when the user's code returns."""
+        """Drop the waiting dispatch. The thread ends when the user's code returns."""
         self._closed = True
         if self._waiting is not None:
             self._waiting.release()
@@ -201,7 +199,7 @@ class _WorkerChannel:
             self.connected_to = b""
 
     def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
-        if self.transport is None:  # only now: a create_transport may open a connection
+        if self.transport is None:  # created here, because create_transport may block on a connection
             self.transport = self._create(self.worker)
         transport = self.transport
         if self.connected_to == b"":
@@ -212,13 +210,13 @@ class _WorkerChannel:
         slab = dispatch.slab
         assert slab is not None
         weights = tagged(slab.copy(), dispatch.descriptor)
-        if call_soon(loop, dispatch.release):  # else the loop is closed: nobody waits for this any more
+        if call_soon(loop, dispatch.release):  # False: the loop is closed, so nothing needs to be sent any more
             transport.send_weights(weights)
 
 
 class ChannelSender(Carrier):
-    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others; without a number
-    of workers, when each is first served."""
+    """A sender's blocking transports. ``first`` is worker 0's; ``create`` makes those of the other workers. If
+    ``workers`` is None, a worker's transport is made when that worker is first served."""
 
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
         made = [first, *(create(worker) for worker in range(1, workers or 0))]
@@ -231,7 +229,7 @@ class ChannelSender(Carrier):
 
     @property
     def channels(self) -> dict[int, Any]:
-        """The transports that there are."""
+        """The transports made so far, by worker."""
         return {w: c.transport for w, c in list(self._by_worker.items()) if c.transport is not None}
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
@@ -270,7 +268,7 @@ class ChannelSender(Carrier):
         if missing:
             raise NotConnected(
                 f"{SENDER_SETUP} has not returned within {timeout:g} s for workers {missing}: are they connecting? "
-                "connect() may be called again"
+                "You may call connect() again"
             )
 
     def close(self) -> None:
@@ -286,8 +284,8 @@ class ChannelSender(Carrier):
 
 
 def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
-    """A sender's carrier: one transport for all workers, or one blocking transport per worker, made by its worker_idx.
-    Raises TypeError: ``create`` returns something that is no transport."""
+    """A sender's carrier: the one transport for all workers, or, for blocking transports, an adapter with a transport
+    for each worker. Raises TypeError if ``create(worker_idx)`` returns no transport."""
     first = create(0)
     if not is_channel(first):
         carrier: Carrier = first
@@ -298,39 +296,38 @@ def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
         if not is_channel(made):
             raise TypeError(
                 f"create_transport returned a {type(made).__name__} for worker {worker}, but a "
-                f"{type(first).__name__} for worker 0: return one kind for all"
+                f"{type(first).__name__} for worker 0: return the same kind for all workers"
             )
         return made
 
     return ChannelSender(first, create_channel, workers)
 
 
-# -- the receiver's end ------------------------------------------------------------------------------------------------
+# -- the receiver ------------------------------------------------------------------------------------------------------
 
 
 Message = dict[str, torch.Tensor]
-"""What came through the channel: tensors by their dotted names, the tag among them."""
+"""What came through the channel: tensors by dotted name, including the tag."""
 
 
 class ChannelReceiver(Carrier):
-    """A receiver's blocking transport: ``channel`` is the user's, and is called in a thread of this object's."""
+    """A receiver's blocking transport. It calls the user's transport, ``channel``, in a thread of its own."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
         self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
         self._thread = WorkThread("asyncsync-receive")
-        self._setup: asyncio.Future[Exception | None] | None = None
-        # A call of the user's method, until its message is ahead:
-        self._receiving: asyncio.Future[Message | None] | None = None
-        self._ahead: Message | None = None  # the last message, until it is fetched
-        self._replaced: asyncio.Future[None] | None = None  # done when the fetch that waits is not the newest any more
+        self._setup: asyncio.Future[None] | None = None
+        self._receiving: asyncio.Future[Message | None] | None = None  # the call of receive_weights under way
+        self._unfetched: Message | None = None  # the last message, until it is fetched
+        self._replaced: asyncio.Future[None] | None = None  # done when a newer fetch has replaced the one that waits
         self._closed = False
-        # The thread's own; between two of its calls, the loop may drop the buffer:
-        self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
+        # The thread uses these. Between two of its calls, the event loop may drop the buffer.
+        self._buffer: tuple[bytes, TensorDict] | None = None  # with the digest of its layout
         self._setup_error: Exception | None = None
 
-    # -- on the loop --------------------------------------------------------------------------------------------------
+    # -- on the event loop --------------------------------------------------------------------------------------------
 
     def start_channel(self, worker: int | None) -> None:
         if self._setup is None:
@@ -343,24 +340,25 @@ class ChannelReceiver(Carrier):
         if not self._setup.done():
             raise NotConnected(
                 f"{type(self.channel).__name__}.{RECEIVER_SETUP} has not returned within {timeout:g} s: is the "
-                "sender connecting? connect() may be called again"
+                "sender connecting? You may call connect() again"
             )
-        if (error := self._setup.result()) is not None:
-            raise error
+        if self._setup_error is not None:
+            raise self._setup_error
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        # Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
-        # the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises.
+        # Receive until the weights with this tag have arrived, and copy them into the slab. Raises TimeoutError if they
+        # do not arrive by the deadline, SchemaMismatch if they are not what the sender announced, and what the user's
+        # code raises.
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
-        patience -= min(MARGIN, patience / 10)
+        patience -= min(DEADLINE_MARGIN, patience / 10)
         until = loop.time() + patience
         if self._replaced is not None:
             self._replaced.set_result(None)
         self._replaced = replaced = loop.create_future()
-        while (message := self._ahead) is None or _tag(message) != descriptor:
+        while (message := self._unfetched) is None or _tag(message) != descriptor:
             if (remaining := until - loop.time()) <= 0 or self._closed:
-                raise TimeoutError(self._nothing(patience))
+                raise TimeoutError(self._nothing_received(patience))
             receiving, is_own = self._receiving, False
             if receiving is None:
                 receiving, is_own = self._receive_next(slab.layout, remaining), True
@@ -369,26 +367,26 @@ class ChannelReceiver(Carrier):
                 raise TimeoutError("a newer update has replaced this one")
             if not receiving.done():
                 continue
-            # Not result(), which would take the traceback from an exception that has been raised already.
+            # Do not call result(): it would replace the traceback of an exception that was raised already.
             if (error := receiving.exception()) is not None:
                 raise as_exception(error)
             if receiving.result() is None and is_own:
-                raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+                raise TimeoutError(f"receive_weights returned None; {self._nothing_received(remaining)}")
         if self._closed:
-            raise TimeoutError(self._nothing(patience))
-        self._ahead = None
+            raise TimeoutError(self._nothing_received(patience))
+        self._unfetched = None
         fill = partial(self._fill, slab, message)
-        # Cancelled, this raises when the slab is not written any more.
+        # If this is cancelled, it raises only after the slab was written.
         if slab.nbytes <= INLINE_BYTES:
             fill()
         elif self._receiving is None:
             await finish(self._thread.submit(fill))
-        else:  # the message came before its instruction, and the thread is waiting for another one
+        else:  # the message came before its UPDATE, and the thread waits for another message
             await run_in_thread("asyncsync-copy", fill)
 
     def _receive_next(self, layout: Layout, seconds: float) -> asyncio.Future[Message | None]:
-        if self._ahead is not None:
-            self._buffer = None  # it may be that message's memory
+        if self._unfetched is not None:
+            self._buffer = None  # the message may lie in this buffer
         self._receiving = receiving = self._thread.submit(partial(self._receive, layout, seconds))
         receiving.add_done_callback(self._received)
         return receiving
@@ -396,14 +394,14 @@ class ChannelReceiver(Carrier):
     def _received(self, receiving: asyncio.Future[Message | None]) -> None:
         self._receiving = None
         if not receiving.cancelled() and receiving.exception() is None and (message := receiving.result()) is not None:
-            # If it is not what is fetched now, it is older; or it is newer, and its instruction is on the way.
-            self._ahead = message
+            # A message that is not fetched now is older, or it is newer and its UPDATE is still on the way.
+            self._unfetched = message
 
-    def _nothing(self, seconds: float) -> str:
+    def _nothing_received(self, seconds: float) -> str:
         return (
             f"{type(self.channel).__name__}.receive_weights did not return the announced weights of worker "
-            f"{self._worker} within {seconds:.3g} s: does everything given to send_weights reach this worker, complete "
-            "and in order?"
+            f"{self._worker} within {seconds:.3g} s: does this worker receive everything that send_weights is given, "
+            "complete and in order?"
         )
 
     def close(self) -> None:
@@ -418,20 +416,18 @@ class ChannelReceiver(Carrier):
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _set_up(self) -> Exception | None:
+    def _set_up(self) -> None:
         try:
-            method = own_method(self.channel, RECEIVER_SETUP)
-            if method is not None:
+            if (method := own_method(self.channel, RECEIVER_SETUP)) is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
             self._setup_error = as_exception(error)
-        return self._setup_error
 
     def _receive(self, layout: Layout, seconds: float) -> Message | None:
         if self._setup_error is not None:
             raise self._setup_error
         if self._buffer is None or self._buffer[0] != layout.digest:
-            self._buffer = layout.digest, _empty(layout)
+            self._buffer = layout.digest, _receive_buffer(layout)
         received = self.channel.receive_weights(
             timeout=seconds if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
@@ -443,7 +439,7 @@ class ChannelReceiver(Carrier):
         if tag is None or tag.dtype != torch.uint8 or tag.numel() != TAG_BYTES:
             raise SchemaMismatch(
                 f"{type(self.channel).__name__}.receive_weights returned no entry {TAG!r}: it must return every entry "
-                "that send_weights was given, or fill it into weights="
+                "that send_weights was given, or copy it into weights="
             )
         return message
 
@@ -458,8 +454,8 @@ def _tag(message: Message) -> bytes:
     return bytes(message[TAG].tolist())
 
 
-def _empty(layout: Layout) -> TensorDict:
-    """A TensorDict of a layout's entries and the tag, for the user's code to receive into."""
+def _receive_buffer(layout: Layout) -> TensorDict:
+    """A TensorDict of a layout's entries and the tag, into which the user's code may receive."""
     with normal_tensors():
         entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
         tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
@@ -469,6 +465,6 @@ def _empty(layout: Layout) -> TensorDict:
 
 
 def make_receiver(transport: Any) -> Carrier:
-    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own."""
+    """A receiver's carrier: the transport itself, or an adapter for a user's own blocking transport."""
     carrier: Carrier = ChannelReceiver(transport) if is_channel(transport) else transport
     return carrier

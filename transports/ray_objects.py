@@ -1,13 +1,13 @@
-"""Ray's transport: through gloo, or through Ray's object store, one object per update.
+"""Ray's transport: through gloo, or through Ray's object store, with one object per update.
 
-The sender puts weights into the store of its host, once for all workers, which read them where they lie there; Ray
-brings them to the stores of other hosts. A worker copies them out: the store's memory is everybody's, and nobody may
-write there. The descriptor says which object it is, and whose; the sender keeps it until no worker can ask for it any
-more. Small slabs ride in the instruction, as they do with ZeroMQ.
+The sender puts weights into the store of its host, once for all workers. Ray copies them to the stores of other hosts.
+A worker reads them in its host's store, and copies them, because the store's memory is shared and read-only. The
+descriptor names the object and its owner. The sender keeps the object until no worker can ask for it any more. Small
+slabs travel in the UPDATE, as with ZeroMQ.
 
-An object is a list of pieces, bytes that follow each other in the slab, each from a multiple of 64 bytes on: a slab
-that was packed in the sender's memory is one piece. Large weights are not packed there. They are pieces themselves, so
-that they are copied into the store and nowhere else.
+An object is a list of pieces, which follow each other in the slab. Each piece begins at a multiple of 64 bytes. A slab
+that was packed in the sender's memory is one piece. Large weights are not packed there: each tensor is a piece, so that
+it is copied only once, into the store.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, run_in_thread
 from asyncsync.transports import ray_private
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES
+from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, TransportBackend, named_in_sync
+from asyncsync.transports.shared_memory import MAP_ABOVE
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
-from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
+from asyncsync.weights.copying import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout
 from asyncsync.weights.packing import CACHED_BYTES
 from asyncsync.weights.slab import Slab, SlabPool
 
-MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
 MAGIC = b"RAY\x01"
 
 
 class ObjectSlab(Slab):
-    """A slab whose bytes are in the store alone: no transport but this module's can have it.
+    """A slab whose bytes are only in Ray's store, so that only this module's transport can send it.
 
     Attributes:
-        object: reference and descriptor, from when it is packed until it is released.
+        object: the object's reference and descriptor, from packing until the slab is released.
     """
 
     object: tuple[Any, bytes] | None = None
@@ -53,16 +51,16 @@ class ObjectSlab(Slab):
 
     def fill(self, tensors: list[torch.Tensor], start: int = 0) -> None:
         assert not start
-        memory = [memory_of(t if is_bytes(t) else clone(t.cpu())) for t in tensors]
+        memory = [memory_of(t if is_plain_bytes(t) else clone(t.cpu())) for t in tensors]
         self.object = _put([piece for piece in memory if len(piece)])
 
-    def forget(self) -> None:
-        super().forget()
+    def forget_contents(self) -> None:
+        super().forget_contents()
         self.object = None
 
 
 class ObjectPool(SlabPool):
-    """Slabs of a sender: large ones of the host's memory are packed into the store."""
+    """A sender's slabs. Large weights in the host's memory get an :class:`ObjectSlab`."""
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         is_large = layout.nbytes > CACHED_BYTES and not pinned
@@ -73,14 +71,14 @@ class ObjectTransport(PairTransport):
     """Moves slabs through pairs or Ray's object store: the base of both APIs' transports.
 
     Args:
-        address, map_above, pair_above: as of a :class:`PairTransport`.
-        stores: use the store, not pairs.
+        address, map_above, pair_above: as for :class:`PairTransport`.
+        stores: use Ray's store, not pairs.
     """
 
     def __init__(
         self,
         address: str = "127.0.0.1",
-        map_above: int = COPY_BYTES,
+        map_above: int = MAP_ABOVE,
         pair_above: int = PAIR_BYTES,
         *,
         stores: bool = False,
@@ -94,8 +92,8 @@ class ObjectTransport(PairTransport):
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Put the slab's bytes into the store, in a thread, unless they are there already; or offer them through
-        pairs."""
+        """Put the slab's bytes into the store, in a thread, unless they are there already. Without ``stores``, offer
+        them through pairs."""
         if not self._stores or slab.nbytes <= self.pair_above:
             return await super().offer(slab, workers)
         if isinstance(slab, ObjectSlab):
@@ -115,35 +113,35 @@ class ObjectTransport(PairTransport):
     # -- the receiver --------------------------------------------------------------------------------------------------
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        # Raises NotConnected: the object is lost, or its sender; TimeoutError: it has not come by the deadline; and as
-        # PairTransport.fetch_slab.
+        # Raises NotConnected if the object or its sender is lost, TimeoutError at the deadline, and what
+        # PairTransport.fetch_slab raises.
         if not descriptor.startswith(MAGIC):
             await super().fetch_slab(descriptor, slab, deadline)
             return
         remaining = deadline - asyncio.get_running_loop().time()
-        # A thread of its own: one that waits for an object that is lost keeps nobody waiting. What it writes into is
-        # not used for anything else before it has ended.
+        # Each fetch has a thread of its own, so that a wait for a lost object delays no other fetch. The thread refers
+        # to the slab's memory, which is not reused before the thread has ended.
         thread = WorkThread("asyncsync-get")
         into = slab.export(0, slab.nbytes)
-        fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - MARGIN)))
+        fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - DEADLINE_MARGIN)))
         del into
         thread.abandon()
         await fetching
 
     def close(self) -> None:
-        """Close all connections and drop the objects; models keep the weights that they show."""
+        """Close all connections and drop the objects. Models keep the weights that they have."""
         super().close()
         self._objects.clear()
 
 
 def _put(pieces: list[memoryview]) -> tuple[Any, bytes]:
-    reference = ray_private.the_ray().put([pickle.PickleBuffer(piece) for piece in pieces])
+    reference = ray_private.initialized_ray().put([pickle.PickleBuffer(piece) for piece in pieces])
     return reference, MAGIC + ray_private.describe(reference)
 
 
 def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -> None:
     begun = time.monotonic()
-    ray = ray_private.the_ray()
+    ray = ray_private.initialized_ray()
     slab.reserve()
     try:
         pieces = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
@@ -154,17 +152,17 @@ def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -
         raise NotConnected(f"Ray lost the weights, perhaps because their sender died: {error}") from error
     copies, end = [], 0
     for piece in [memoryview(piece) for piece in pieces]:
-        copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
+        copies.append((into[end : end + len(piece)], piece))
         end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
     if end != slab.nbytes:
-        raise ValueError(f"the object has {end} bytes, but the weights {slab.nbytes}")
-    copy_arrays(copies)
+        raise ValueError(f"the object has {end} bytes, but the weights have {slab.nbytes}")
+    copy_in_threads(copies)
 
 
 class RayTransport(ObjectTransport, TransportBackend):
     """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-@in_sync_as("RayTransport")
+@named_in_sync("RayTransport")
 class BlockingRayTransport(ObjectTransport, BlockingTransportBackend):
     """:class:`asyncsync.RayTransport` with ordinary methods."""

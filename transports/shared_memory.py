@@ -1,25 +1,27 @@
-"""Shared memory: memory files of one process, which others of its host map, and the slabs that lie in them.
+"""Shared memory: one process's memory files, which other processes of its host map, and the slabs in these files.
 
-A memory file has no name, and is sealed: nobody can cut it, so that reading it would kill the reader. To open another
-process's takes its user, host and pid namespace, and that it is dumpable (``prctl(2)``), or else the capability
-CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the reasons.
+A memory file (memfd) has no name. It is sealed against resizing, because reading a file that was truncated kills the
+reader. A process can open another process's memory file if both have the same user, host and pid namespace, and the
+owner is dumpable (``prctl(2)``), or if it has the capability CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the
+reasons for this design.
 
-**Slots** are the sender's slabs, of a pool (:class:`WeightSlots`): one copy per update into a slot, however many
-workers; packing is that copy. The instruction has a :class:`Lease` of the slot, which a worker maps
-(:class:`AttachedSlab`). A slab of up to 4 MiB is copied out of it at once, and the slot is free. A module's Parameters
-get their memory in a larger one, whose lease lasts until a newer version has been applied. When a slot may be written
-again is in :mod:`asyncsync.protocol.targets`.
+**Slots** are the trainer's slabs, from a pool (:class:`WeightSlots`). Packing copies an update into a slot, once for
+all workers. The UPDATE carries a :class:`Lease` of the slot, which a worker maps (:class:`AttachedSlab`). The worker
+copies a slab of up to 4 MiB out of it at once, and the slot is free again. For a larger slab, the module's Parameters
+get their memory in the slot, and the lease lasts until the worker has applied a newer version.
+:mod:`asyncsync.protocol.targets` decides when the trainer may write to a slot again.
 
-**Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
-What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
-nothing newer any more, so such pages are thrown away before the file is used for another version. The file is a slot of
-the sender's, or the worker's own, for weights that come over a socket (:class:`ReceivedSlab`): it has two, the one that
-is shown and the one that is being filled. Bytes are written through a second mapping, which takes a third of pwrite's
-time. Pages are reserved before they are written: memory that runs out raises an error, not a signal.
+**Private slabs** are memory in which Parameters may lie: a copy-on-write mapping of a memory file. What a worker writes
+there (an optimiser's step, BatchNorm) stays in its process. But a page that it has written hides what comes into the
+file later. So the worker discards such pages before the file gets another version. The file is either a slot of the
+trainer's or, for weights that come over a socket, the worker's own (:class:`ReceivedSlab`). A worker has two of the
+latter: one holds the applied version, the other receives the next. Received bytes are written through a second mapping,
+which takes a third of the time of pwrite. Their pages are reserved first, so that a lack of memory raises an error
+instead of a signal.
 
-Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed into a slot may lie there, and only until this
-worker releases it. :meth:`AttachedSlab.detach` makes them the process's own, for models that outlive their scheme; a
-forked child does so at once, and the parent holds the lease until then.
+Only Parameters that :mod:`asyncsync.model.update` has pointed into a slot may lie there, and only until the worker
+releases it. :meth:`AttachedSlab.detach` makes the memory the process's own, for models that outlive their scheme. A
+forked child does so at once; until then its parent keeps the lease.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import descriptor_shortage
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, Slab, SlabPool
 
 SLOTS = 4
-FORK_PATIENCE = 2.0
-COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
+FORK_WAIT_SECONDS = 2.0
+MAP_ABOVE = 4 << 20  # above this size, copying twice takes longer than giving a few Parameters other memory
 SMALL_BYTES = 256 << 10
-LARGE_BYTES = 8 << 20  # freeing so much memory takes longer than a loop should stand still
+LARGE_BYTES = 8 << 20  # freeing more memory than this would block an event loop for too long
 MAX_FILES = 1024
 REMEDY = (
     "shared memory needs workers on the sender's host, of the same user and in the same pid namespace (one container): "
@@ -70,70 +72,70 @@ F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 MADV_POPULATE_WRITE = 23  # Python has no name for it
-# Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
-_THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
+# Bits in /proc/self/pagemap: the page is present or swapped; it is a file's, or shared.
+_PRESENT, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class MemoryPlace(NamedTuple):
-    """Where other processes find a memory file: the pid of its owner, the owner's file descriptor, and the size in
-    bytes. ``device`` and ``inode`` tell whether the descriptor is still that of this file."""
+    """Where other processes find a memory file: its owner's pid, the owner's file descriptor, and the size in bytes.
+    ``device`` and ``inode`` tell whether the descriptor still belongs to this file."""
 
     pid: int
-    number: int
+    fd: int
     device: int
     inode: int
     size: int
 
 
 class MemoryFile:
-    """A memory file that this process has open, until :meth:`close` or until this object has gone. Mappings stay.
+    """An open memory file. It is closed by :meth:`close`, or when this object is deleted. Its mappings stay.
 
     Attributes:
-        number: its file descriptor.
+        fd: its file descriptor.
         close: a function that closes it. Idempotent.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.close = weakref.finalize(self, os.close, number)
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
         self.close.atexit = False
 
     @classmethod
     def create(cls, size: int, *, reserved: bool = True) -> MemoryFile:
-        """A new file of so many bytes, rounded up to whole pages, which are all there; ``reserved=False``: each comes
-        when it is written. Raises WeightSyncError if this system has none, or there are too few file descriptors;
-        MemoryError if there is not so much memory."""
+        """Create a file of ``size`` bytes, rounded up to whole pages. With ``reserved=False``, it gets a page only when
+        the page is first written. Raises MemoryError; WeightSyncError if this system has no memory files, or the
+        process too few file descriptors."""
         if sys.platform != "linux":
             raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-        if why := descriptor_shortage(3):  # the file's, and its mappings'
+        if why := descriptor_shortage(3):  # for the file and its mappings
             raise WeightSyncError(f"cannot get shared memory: {why}")
         try:
             if hasattr(os, "memfd_create"):
                 file = cls(os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            else:  # a Python that was built for an old libc: no name either, but no seals
+            else:  # Python was built for an old libc: this file has no name either, but cannot be sealed
                 file = cls(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600))
         except OSError as error:
             raise WeightSyncError(f"cannot get shared memory: {error}; use ZMQWeightSyncScheme") from error
         size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         try:
-            os.ftruncate(file.number, size)
+            os.ftruncate(file.fd, size)
             if reserved:
                 file.reserve(0, size)
         except BaseException:
-            file.close()  # now: the traceback keeps the object alive for an unknown time
+            file.close()  # do not wait for the object's deletion: the traceback may keep it alive for long
             raise
         return file
 
     @classmethod
     def open(cls, place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> MemoryFile:
-        """Another process's file. Raises WeightSyncError if it is not there any more, this process may not open it, or
-        it could be cut. ``whose``, such as "the trainer's", and ``remedy`` are for its message."""
-        path = f"/proc/{place.pid}/fd/{place.number}"
+        """Open another process's file. Raises WeightSyncError if the file is gone, this process may not open it, or it
+        could be truncated. The message contains ``whose``, such as "the trainer's", and ``remedy``."""
+        path = f"/proc/{place.pid}/fd/{place.fd}"
         access = os.O_RDWR if writable else os.O_RDONLY
         try:
             file = cls(os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
-            why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
+            why = f"; {_why_forbidden(place.pid)}" if isinstance(error, PermissionError) else ""
             raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
         if (file.place.device, file.place.inode) != (place.device, place.inode):
             problem = f"{path} is not {whose} shared memory any more: {remedy}"
@@ -146,56 +148,57 @@ class MemoryFile:
 
     @cached_property
     def place(self) -> MemoryPlace:
-        """Where others find it, if it is this process's own."""
-        found = os.fstat(self.number)
-        return MemoryPlace(os.getpid(), self.number, found.st_dev, found.st_ino, found.st_size)
+        """Where other processes find the file, if this process created it."""
+        found = os.fstat(self.fd)
+        return MemoryPlace(os.getpid(), self.fd, found.st_dev, found.st_ino, found.st_size)
 
     def reserve(self, begin: int, end: int) -> None:
-        """Take the pages of these bytes now: memory cannot run out in the middle of a copy (SIGBUS) afterwards. Raises
+        """Reserve the pages of these bytes, so that no later copy fails for lack of memory (SIGBUS). Raises
         MemoryError."""
         try:
-            os.posix_fallocate(self.number, begin, end - begin)
+            os.posix_fallocate(self.fd, begin, end - begin)
         except OSError as error:
             raise _no_memory(self.place.size, error) from error
 
     def seal(self, *, against_writing: bool = False) -> None:
-        """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
-        ``against_writing``: nobody writes it either, except by mappings that are there already."""
+        """Forbid resizing the file, because reading a mapping of a truncated file kills the process. With
+        ``against_writing``, only mappings that exist already can write to it."""
         if not hasattr(os, "memfd_create"):
             return
         seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
         if against_writing:
             try:
-                fcntl.fcntl(self.number, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
+                fcntl.fcntl(self.fd, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
                 return
             except OSError:
                 pass  # Linux before 5.1 has no FUTURE_WRITE
-        fcntl.fcntl(self.number, F_ADD_SEALS, seals)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, seals)
 
     @property
     def is_sealed(self) -> bool:
         if not hasattr(os, "memfd_create"):
-            return True  # nor has the owner had memory files, which can be sealed
+            return True  # the owner could not seal it either
         try:
-            return bool(fcntl.fcntl(self.number, F_GET_SEALS) & SEAL_SHRINK)
-        except OSError:  # no memory file
+            return bool(fcntl.fcntl(self.fd, F_GET_SEALS) & SEAL_SHRINK)
+        except OSError:  # this is no memory file
             return False
 
-    # Both raise MemoryError. An owner's file that cannot be mapped is closed at once, as a traceback may keep this.
+    # Both methods raise MemoryError. They close a file that they cannot map, because the traceback may keep this object
+    # alive for long. A private mapping may be an additional one, of a file that is in use.
 
     def map(self, *, private: bool = False) -> mmap.mmap:
-        """The whole file. ``private``: what is written there is a copy of the page, of this process's own, and hides
-        what the file holds."""
+        """Map the whole file. With ``private``, writing to a page makes a copy of it for this process, which hides what
+        the file holds."""
         try:
-            return mmap.mmap(self.number, self.place.size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+            return mmap.mmap(self.fd, self.place.size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             if not private:
                 self.close()
             raise _no_memory(self.place.size, error) from error
 
     def tensor(self, *, private: bool = False) -> torch.Tensor:
-        """The bytes of the whole file, in a mapping without a descriptor, which Python's own mappings keep."""
-        path, size = f"/proc/self/fd/{self.number}", self.place.size
+        """The bytes of the whole file. Unlike Python's own mappings, this mapping keeps no file descriptor."""
+        path, size = f"/proc/self/fd/{self.fd}", self.place.size
         try:
             with normal_tensors():
                 return torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
@@ -206,13 +209,13 @@ class MemoryFile:
 
 def _no_memory(size: int, error: Exception) -> MemoryError:
     return MemoryError(
-        f"no shared memory for a slot of {size} bytes: {error}. Each version that is in use needs one, "
-        "usually two at once: check the memory limit of this process or container"
+        f"no shared memory for a slot of {size} bytes: {error}. Each version in use needs a slot, and usually two are "
+        "in use at once: check the memory limit of this process or container"
     )
 
 
-def _why_closed(pid: int) -> str:
-    """Why this process may not open the memory files of that one, for people."""
+def _why_forbidden(pid: int) -> str:
+    """Why this process may not open the memory files of process ``pid``, for an error message."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -221,18 +224,18 @@ def _why_closed(pid: int) -> str:
     if user != os.geteuid():
         return f"process {pid} runs as user {user}, this one as user {os.geteuid()}"
     return (
-        f"process {pid} of the same user hides its memory: it is not dumpable, as after setuid() or under some task "
-        "runners, or it has capabilities that this one lacks; prctl(PR_SET_DUMPABLE, 1) in that process cures the first"
+        f"process {pid} of the same user hides its memory. Either it is not dumpable, as after setuid() or under some "
+        "task runners; then call prctl(PR_SET_DUMPABLE, 1) there. Or it has capabilities that this process lacks"
     )
 
 
 class Lease(NamedTuple):
-    """A slot that a worker may use; the content of a descriptor.
+    """A slot that a worker may use: the content of a descriptor.
 
     Attributes:
-        place: where it is.
-        kept: the inodes of all slots of the owner that will be used again; workers unmap others.
-        in_place: workers use it there, and release it later; else they copy it at once.
+        place: where the slot is.
+        kept: the inodes of all slots that the trainer still has. Workers unmap all others.
+        in_place: workers use the slot itself, and release it later; False: they copy it at once.
     """
 
     place: MemoryPlace
@@ -244,7 +247,7 @@ class Lease(NamedTuple):
 
     @classmethod
     def decode(cls, descriptor: bytes, nbytes: int = 0) -> Lease:
-        """Raises ValueError if this is no descriptor of a slot, or of one that has fewer bytes."""
+        """Raises ValueError if this is no descriptor of a slot, or the slot has fewer than ``nbytes`` bytes."""
         count, rest = divmod(len(descriptor) - _HEAD.size, 8)
         if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
             raise ValueError("another transport sent this update: use the same scheme class on both sides")
@@ -257,12 +260,12 @@ class Lease(NamedTuple):
         return cls(found, struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
 
 
-# -- the sender's slots ------------------------------------------------------------------------------------------------
+# -- the trainer's slots -----------------------------------------------------------------------------------------------
 
 
 class Slot(Slab):
-    """A slab in a memory file, which others open by the file's place and nobody else can write; ``pinned``: locked for
-    the devices' copy engines. Raises MemoryError; WeightSyncError: this system has no memory files."""
+    """A slab in a memory file. Other processes can open the file by its place, but cannot write to it. With ``pinned``,
+    its pages are locked, so that devices copy to it directly. Raises what :meth:`MemoryFile.create` raises."""
 
     leased = True
 
@@ -271,29 +274,29 @@ class Slot(Slab):
         self._map = self.file.map()
         self.file.seal(against_writing=True)
         with normal_tensors():
-            # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
+            # Use NumPy: torch.frombuffer would let the mapping be closed while a tensor still uses it.
             memory = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self.registered = _pin(memory) if pinned else 0  # the address of its locked pages
+        self.pinned_address = _pin(memory) if pinned else 0
         super().__init__(layout, memory[: layout.nbytes], pool)
 
     def dispose(self) -> None:
-        """Free the memory; slow where there is much of it."""
+        """Free the memory. For a large slot, this is slow."""
         if not self.file.close.alive:
             return
-        if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
+        if self.pinned_address:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
         self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # a view still exists: the memory is freed with that
+        with contextlib.suppress(BufferError):  # a view still exists, and the memory is freed together with it
             self.memory.release()
             del self.buffer
-            self._map.close()  # unlike its destructor, this lets other threads run
+            self._map.close()  # unlike its destructor, this releases the GIL
         self.file.close()
 
 
 class WeightSlots(SlabPool):
-    """The slots of a sender: ``slots`` of a model, however slow the readers are, besides those that hold the targets of
-    single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be
-    on other hosts."""
+    """A trainer's slots. Slow workers can make it use at most ``slots`` slots for a model, in addition to those that
+    hold targets of single workers. Workers use slabs of more than ``map_above`` bytes in place. With ``streamable``,
+    workers that cannot open a slot, such as those on other hosts, get its bytes as chunks."""
 
     def __init__(self, slots: int, map_above: int, *, streamable: bool = False) -> None:
         super().__init__()
@@ -301,61 +304,60 @@ class WeightSlots(SlabPool):
         self.map_above = map_above
         self.streamable = streamable
         self._cannot_pin = False
-        self._described: dict[Slab, bytes] = {}  # of each slot, its lease; emptied when the pool gets or drops one
+        self._leases: dict[Slab, bytes] = {}  # of each slot, encoded; emptied when the pool makes or drops a slot
 
     def describe(self, slab: Slab) -> bytes:
-        """Where workers find this slab of the pool: its lease."""
-        found = self._described.get(slab)
-        if found is None:
+        """The encoded lease by which workers find this slab of the pool."""
+        lease = self._leases.get(slab)
+        if lease is None:
             with self._lock:
-                found = self._described[slab] = self.lease(slab).encode()
-            self._count_returned()  # which may drop slots, and with them what was noted
-        return found
+                lease = self._leases[slab] = self.lease(slab).encode()
+            self._count_returned()  # may drop slots, and then empties _leases
+        return lease
 
     def lease(self, slab: Slab) -> Lease:
-        """What workers need to use this slab of the pool."""
         assert isinstance(slab, Slot)
-        there = (*self.used, *self._draining, self.spare)
-        inodes = sorted(slot.file.place.inode for slot in there if isinstance(slot, Slot))
-        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.mapped)
+        slots = (*self.used, *self._draining, self.spare)
+        inodes = sorted(slot.file.place.inode for slot in slots if isinstance(slot, Slot))
+        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.read_in_place)
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self.spare
-        if spare is None or spare.buffer.numel() != nbytes:
+        if spare is None or spare.nbytes != nbytes:
             return False
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
-        count. ``count``: how many slabs of their own the publication has for different workers."""
-        # Readers that are behind hold the other slots; the limit includes the target and the new slot.
+        """Whether one more slot of ``nbytes`` may be acquired. ``wanted``: slabs that are targets or will be, which the
+        limit does not count. ``count``: how many slabs the publication has of this model, for different workers."""
+        # Slow workers hold the slots that are not wanted. The limit includes one target and the new slot.
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slot = Slot(layout, self, pinned=pinned)
-        self._described.clear()
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
+        self._leases.clear()
+        self._cannot_pin = self._cannot_pin or (pinned and not slot.pinned_address)
         return slot
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        slab.mapped, slab.streamable = slab.nbytes > self.map_above, self.streamable
+        slab.read_in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
         return slab
 
     def _drop(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
-        self._described.clear()
+        self._leases.clear()
         if slab.nbytes < LARGE_BYTES:
             slab.dispose()
             return
         try:
             threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
+        except RuntimeError:  # the system has no more threads, or the interpreter is shutting down
             slab.dispose()
 
 
 def _pin(buffer: torch.Tensor) -> int:
-    """Lock the pages for the devices' copy engines, so that copies run beside kernels; returns the address, or 0."""
+    """Lock the pages, so that devices copy to them while kernels run. Returns their address, or 0 if that failed."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = buffer.data_ptr()
     return address if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0 else 0
@@ -365,8 +367,8 @@ def _pin(buffer: torch.Tensor) -> int:
 
 
 class PrivateSlab(Slab):
-    """A slab in a memory file, which is mapped twice: privately, where Parameters may lie, and once more for what was
-    sent, whatever this process has written into its Parameters since. Raises MemoryError."""
+    """A slab in a memory file that is mapped twice. Parameters may lie in the private mapping. ``sent`` is the other
+    one, which shows what was sent even if this process has written into the Parameters. Raises MemoryError."""
 
     may_hold_parameters = True
 
@@ -376,8 +378,8 @@ class PrivateSlab(Slab):
             own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
         self._address = own.data_ptr()
         token = object()
-        FOREIGN[token] = self._address, self._address + len(own)
-        weakref.finalize(self.mapping, FOREIGN.pop, token, None)  # tensors may outlive this object
+        SLAB_RANGES[token] = self._address, self._address + len(own)
+        weakref.finalize(self.mapping, SLAB_RANGES.pop, token, None)  # not of self, because tensors may outlive it
         super().__init__(layout, own[: layout.nbytes])
 
     @property
@@ -386,31 +388,32 @@ class PrivateSlab(Slab):
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
-        process, it takes along its bytes, not the whole slab's."""
+        """A typed view for each entry of the layout. Each view has a storage of its own, so that pickling, saving or
+        sharing it takes its own bytes and not the whole slab's."""
         if self._views is None:
             with normal_tensors():
                 self._views = [entry.tensor(self.mapping) for entry in self.layout.entries]
         return self._views
 
     def reuse(self, layout: Layout) -> None:
-        self.show_the_file()
+        self.discard_own_pages()
         super().reuse(layout)
 
-    def show_the_file(self) -> None:
-        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
+    def discard_own_pages(self) -> None:
+        """Discard the pages that this process has written, so that the file's next version shows. Call this only when
+        no Parameter lies here any more."""
         if not (self.holds_parameters or self.exposed):
             return
         if self._has_own_pages():
             self.mapping.madvise(mmap.MADV_DONTNEED)
-        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
+        # share_memory() on a model, or sending it to a spawned process, moves a storage together with all its views.
         begin, pairs = self._address, zip(self._views or (), self.layout.entries, strict=False)
         if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
             self._views = None
         self.holds_parameters = self.holds_all_parameters = self.exposed = False
 
     def _has_own_pages(self) -> bool:
-        # 10 ms for 256 MiB; to throw away and map anew all pages whenever some might be written takes 70.
+        # Looking takes 10 ms for 256 MiB. Discarding and mapping all pages again takes 70 ms.
         first, count = self._address // mmap.PAGESIZE, len(self.mapping) // mmap.PAGESIZE
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pages:
@@ -419,20 +422,21 @@ class PrivateSlab(Slab):
             return True
         if len(entries) < count:
             return True
-        there, shared = (entries & _THERE).astype(bool), (entries & _SHARED).astype(bool)
-        return bool((there & ~shared).any())
+        present, shared = (entries & _PRESENT).astype(bool), (entries & _SHARED).astype(bool)
+        return bool((present & ~shared).any())
 
 
 class ReceivedSlab(PrivateSlab):
-    """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
-    system has no memory files; MemoryError: it cannot be mapped."""
+    """A slab in the worker's own memory file, for weights that come over a socket. ``layout`` must not be empty. Raises
+    what :meth:`MemoryFile.create` raises."""
+
+    is_shared_by_fork = True
 
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
         self._file = MemoryFile.create(layout.nbytes, reserved=False)
         self._window = self._file.map()
         super().__init__(layout, self._file, self._window)
         self.pool = pool
-        self.show_to_children()
         self._reserved = 0
 
     def reserve(self, end: int | None = None) -> None:
@@ -447,24 +451,19 @@ class ReceivedSlab(PrivateSlab):
         self._window[offset:end] = data
 
     def copy(self) -> Slab:
-        """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
-        before that mapping has ended."""
+        """A slab over another copy-on-write mapping of the file, so that no bytes are copied yet. This slab is not
+        reused as long as that mapping exists."""
         assert self.pool is not None
         memory = self._file.map(private=True)
-        self.pool.exported(self)
-        weakref.finalize(memory, self.pool.returned, self).atexit = False
+        self.pool.lend(self, memory)
         with normal_tensors():
             twin = Slab(self.layout, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
         twin.values = self.values
         return twin
 
-    def reuse(self, layout: Layout) -> None:
-        self.show_to_children()
-        super().reuse(layout)
-
 
 class ReceivedPool(SlabPool):
-    """Received slabs that can be used again; plain ones where the system has no memory files."""
+    """Makes and reuses received slabs; plain slabs where no memory file can be had."""
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         try:
@@ -474,12 +473,15 @@ class ReceivedPool(SlabPool):
 
 
 class AttachedSlab(PrivateSlab):
-    """A slot of weights, read where it is. Raises WeightSyncError: it is not there, or not what it should be;
-    MemoryError: it cannot be mapped.
+    """A worker's mapping of a slot.
 
     Attributes:
-        is_detached: whether it is this process's own memory now, and shows the slot no more.
-        children: forked ones for which this process holds the lease; see :meth:`readers`.
+        is_detached: whether this is the process's own memory now, and no longer shows the slot.
+        children: forked children for which this process keeps the lease; see :meth:`reading_children`.
+
+    Raises:
+        WeightSyncError: the slot is gone, may not be opened, or is not what its place says.
+        MemoryError: it cannot be mapped.
     """
 
     leased = True
@@ -491,27 +493,27 @@ class AttachedSlab(PrivateSlab):
         self.children: set[_Child] = set()
         _slabs.add(self)
 
-    def readers(self) -> set[_Child]:
-        """The forked children that may read the slot: those that have neither detached nor ended."""
+    def reading_children(self) -> set[_Child]:
+        """The forked children that may still read the slot, because they have neither detached it nor ended."""
         self.children.difference_update([child for child in list(self.children) if not child.reads])
         return self.children
 
     @property
     def is_used(self) -> bool:
-        return self.references > 0 or bool(self.readers())
+        return self.references > 0 or bool(self.reading_children())
 
     @property
     def is_adopted(self) -> bool:
-        # Whether a model's Parameters lie here, and show what the slot holds.
+        # Whether Parameters of a model lie in the slot.
         return self.references > 0 and self.holds_parameters
 
     def copy_out(self, pool: SlabPool) -> Slab:
-        """What the slot holds, in a slab of this pool. Raises MemoryError."""
+        """Copy what the slot holds into a slab of this pool. Raises MemoryError."""
         slab = pool.acquire(self.layout)
         try:
             if self.nbytes <= SMALL_BYTES:
                 slab.memory[:] = self.memory
-            else:  # other threads run meanwhile
+            else:  # copy_to releases the GIL
                 self.copy_to(slab)
         except BaseException:
             slab.release()
@@ -519,33 +521,30 @@ class AttachedSlab(PrivateSlab):
         return slab
 
     def detach(self) -> None:
-        """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
+        """Copy all pages to memory of this process, at the same addresses. Later writes to the slot do not show here
+        any more."""
         try:
-            # A page that is written is copied, and keeps what it holds. The kernel does it to each page at once: what a
-            # thread without the interpreter's lock writes there meanwhile is not lost.
+            # The kernel copies each page as if it were written to, and keeps its content. It copies a page atomically,
+            # so nothing is lost that a thread without the GIL writes there at the same time.
             self.mapping.madvise(MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14
+        except OSError:  # Linux before 5.14
             pages = np.frombuffer(self.mapping, np.uint8)[:: mmap.PAGESIZE]
             pages += np.uint8(0)
+        self._sent = self.buffer  # the trainer may write to the slot again
         self.is_detached = True
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """Once the slot may be written again, what is left of that here."""
-        return self.buffer if self.is_detached else super().sent
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
 
-# A forked child has these mappings, too, and its copy of the model reads them; but the sender knows nothing of it. So
-# the child copies them at once, and until it has, or has ended, this process does not release the slots.
+# A forked child inherits these mappings, and its copy of the model reads them, but the trainer does not know about the
+# child. So the child copies them at once. Until it has done so, or has ended, this process does not release the slots.
 
 _slabs: weakref.WeakSet[AttachedSlab] = weakref.WeakSet()
 _forking = threading.local()
 
 
 class _Child:
-    """A forked child, which closes its end of a pipe when it has copied what its models read, or has ended."""
+    """A forked child. Its end of a pipe is closed when it has copied what its models read, or has ended."""
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
@@ -560,33 +559,34 @@ class _Child:
             return True
 
     def close(self) -> None:
-        """In each process, when it needs no more than the other end."""
+        """Close the writing end in this process: in the parent right after the fork, in the child once it has
+        copied."""
         os.close(self._writing)
 
 
-def _used() -> list[AttachedSlab]:
+def _used_slabs() -> list[AttachedSlab]:
     return [slab for slab in _slabs if slab.references]
 
 
 def _before_fork() -> None:
     _forking.child = None
-    if used := _used():
+    if used := _used_slabs():
         _forking.child = child = _Child()
         for slab in used:
-            slab.readers().add(child)
+            slab.reading_children().add(child)
 
 
 def _after_fork_in_parent() -> None:
     child, _forking.child = _forking.child, None
     if child is not None:
-        for slab in _used():  # some may have come into use just now
-            slab.readers().add(child)
+        for slab in _used_slabs():  # another thread may have attached a slab since _before_fork
+            slab.reading_children().add(child)
         child.close()
 
 
 def _after_fork_in_child() -> None:
     child, _forking.child = _forking.child, None
-    applying = any_applying()  # then the child finishes applying
+    applying = any_applying()  # then the child applies the update, which may read from slots
     for slab in list(_slabs):
         slab.children.clear()
         if slab.is_adopted or (slab.references and applying):
@@ -603,31 +603,51 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 class ChunkTransport(Carrier):
-    """The bus carries its bytes as chunks. The base of all transports of this library, in both APIs.
+    """Leaves it to the bus to send slabs as chunks. The base of all transports of this library, in both APIs.
 
     Args:
-        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
+        map_above: a module's Parameters may lie in the memory of received weights of more bytes than this.
     """
 
-    fetch = Carrier.fetch  # the bus never calls it: slabs come as chunks, or are attached
+    fetch = Carrier.fetch  # the bus never calls it, because slabs come as chunks or are attached
 
-    def __init__(self, map_above: int = COPY_BYTES) -> None:
+    def __init__(self, map_above: int = MAP_ABOVE) -> None:
         self.map_above = map_above
         self.received = ReceivedPool()
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        # Memory that Parameters may be given, where that pays.
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 
     def close(self) -> None:
-        """Release free memory; models keep the weights that they show."""
+        """Free unused memory. Models keep the weights that they have."""
         self.received.close()
 
 
 class Attachments(dict[MemoryPlace, AttachedSlab]):
-    """A worker's mappings of a sender's slots. ``kept``: the inodes that the last lease has named."""
+    """A worker's mappings of the trainer's slots. ``kept``: the inodes in the newest lease."""
 
     kept: tuple[int, ...] = ()
+
+    def attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
+        """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
+        if self.kept != lease.kept or len(self) > len(lease.kept):
+            self.kept = lease.kept
+            self.unmap_unused()
+        slab = self.get(lease.place)
+        if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
+            self[lease.place] = slab = AttachedSlab(lease.place, layout)
+        elif slab.references:
+            slab.retain()  # the same update again; the trainer cannot have written to the slot since
+        else:
+            slab.reuse(layout)
+        return slab
+
+    def unmap_unused(self) -> None:
+        """Unmap all slots that are neither used here nor ``kept``. A mapping keeps the memory of a file even after the
+        trainer has closed the file."""
+        for place, slab in list(self.items()):
+            if place.inode not in self.kept and not slab.is_used:
+                del self[place]
 
 
 class SlotTransport(ChunkTransport):
@@ -635,16 +655,16 @@ class SlotTransport(ChunkTransport):
 
     Args:
         slots: how many versions may be in use at once: the newest, the one that the sender writes, and older ones that
-            slow readers still hold. While all are in use, publishing waits.
-        map_above: workers read weights of more bytes in place, and copy smaller ones.
+            slow workers still hold. While all are in use, publishing waits.
+        map_above: workers use weights of more bytes than this in place, and copy smaller ones.
     """
 
     pool: WeightSlots
-    streams: ClassVar[bool] = False  # to workers of other hosts, as chunks
+    streamable: ClassVar[bool] = False  # whether workers on other hosts get the bytes as chunks
 
-    def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
+    def __init__(self, slots: int = SLOTS, map_above: int = MAP_ABOVE) -> None:
         super().__init__(map_above)
-        self.pool = WeightSlots(slots, map_above, streamable=self.streams)
+        self.pool = WeightSlots(slots, map_above, streamable=self.streamable)
         self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
@@ -656,12 +676,11 @@ class SlotTransport(ChunkTransport):
 
     @property
     def is_at_hand(self) -> bool:
-        mine = type(self).offer is SlotTransport.offer
-        others = type(self).serve is Carrier.serve and type(self).retire is Carrier.retire
-        return mine and others
+        kind = type(self)  # a user's subclass may override these methods; then the bus must call them
+        return kind.offer is SlotTransport.offer and kind.serve is Carrier.serve and kind.retire is Carrier.retire
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab:
-        """The slot, mapped, or a copy of it.
+        """The mapped slot, or a copy of its content.
 
         Raises:
             ValueError: another transport sent the update.
@@ -669,7 +688,7 @@ class SlotTransport(ChunkTransport):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        slot = self._attach(lease, layout)
+        slot = self._attachments.attach(lease, layout)
         if lease.in_place:
             return slot
         try:
@@ -677,29 +696,8 @@ class SlotTransport(ChunkTransport):
         finally:
             slot.release()
 
-    def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        attachments = self._attachments
-        if attachments.kept != lease.kept or len(attachments) > len(lease.kept):
-            attachments.kept = lease.kept
-            self._drop_unused(lease.kept)
-        found = attachments.get(lease.place)
-        if found is None or found.is_detached or found.nbytes != layout.nbytes:
-            attachments[lease.place] = found = AttachedSlab(lease.place, layout)
-        elif found.references:
-            found.retain()  # the same update again; the slot cannot have been written meanwhile
-        else:
-            found.reuse(layout)
-        return found
-
-    def _drop_unused(self, kept: tuple[int, ...] = ()) -> None:
-        """Unmap the slots that nothing here uses, but for those with these inodes, because a file that the sender has
-        closed keeps its memory as long as it is mapped."""
-        for place, slab in list(self._attachments.items()):
-            if place.inode not in kept and not slab.is_used:
-                del self._attachments[place]
-
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
+        return super().acquire_slab(layout, pool) if self.streamable else pool.acquire(layout)
 
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
@@ -707,43 +705,44 @@ class SlotTransport(ChunkTransport):
         lease = Lease.decode(descriptor, layout.nbytes)
         if lease.in_place:
             return None
-        slot = self._attach(lease, layout)
+        slot = self._attachments.attach(lease, layout)
         slot.release()
         return slot.memory
 
     @property
     def _attached(self) -> list[AttachedSlab]:
-        return list(self._attachments.values())  # in any thread
+        return list(self._attachments.values())  # a copy, because any thread may iterate over it
 
     @property
     def is_adopted(self) -> bool:
-        return any(slab.is_adopted or slab.readers() for slab in self._attached)
+        return any(slab.is_adopted or slab.reading_children() for slab in self._attached)
 
     def clean_slots(self) -> None:
-        # Now rather than when the next update is waited for: it takes milliseconds.
+        # This takes milliseconds. Do it now, because nothing waits for it, unlike during the next update.
         for slab in self._attached:
             if not slab.references and not slab.is_detached:
-                slab.show_the_file()
+                slab.discard_own_pages()
 
     def detach_models(self) -> bool:
         attached = self._attached
         for slab in attached:
             if slab.references:
                 slab.detach()
-        deadline = time.monotonic() + FORK_PATIENCE
-        while forked := any(slab.readers() for slab in attached):
+        deadline = time.monotonic() + FORK_WAIT_SECONDS
+        while children_read := any(slab.reading_children() for slab in attached):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.005)
-        return not forked
+        return not children_read
 
     def close(self) -> None:
-        """Release the sender's free memory; a slot that workers still read is freed when they release it."""
+        """Free the sender's unused slots. A slot that workers still read is freed when they release it."""
         self.pool.close()
         for slab in self._attached:
             if not slab.references:
                 slab.children.clear()
-        self._drop_unused()
+        self._attachments.kept = ()
+        self._attachments.unmap_unused()
         super().close()
 
 
@@ -751,24 +750,25 @@ class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
-@in_sync_as("SharedMemTransport")
+@named_in_sync("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
-    update that it has not returned yet, or None. It never waits, whatever the timeout, as TorchRL documents."""
+    update that it has not returned yet, or None. It ignores the timeout and never waits, as TorchRL documents."""
 
-    def _received(self, scheme: Any, timeout: float | None) -> Any:
+    def _receive_from(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
         return scheme.received(0.0)
 
 
-# The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle
-# per worker. Here, the handle of the slot travels in the instruction, and every worker has a copy of its own.
+# TorchRL documents an mp.Queue here. A scheme with a queue could not be pickled after spawn or for a worker that joins
+# late, and a queue pickles the weights once per worker. So the UPDATE carries the slot's lease, and each worker copies
+# the weights.
 
 
 class MPTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-@in_sync_as("MPTransport")
+@named_in_sync("MPTransport")
 class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

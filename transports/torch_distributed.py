@@ -1,19 +1,19 @@
-"""torch.distributed: the bytes go through gloo, over a *pair* for each worker, a process group of two.
+"""torch.distributed: gloo carries the bytes, over a *pair* for each worker, which is a process group of two.
 
-The bus's instruction says where the bytes are to be had, and each worker gets them in a thread of its own. Where they
-are few, they ride in the instruction; where they are many, they come to lie where a module's Parameters then get their
-memory, as with ZeroMQ. The pairs know no asyncio: everything there blocks, and runs in threads of its own.
+The bus's UPDATE tells a worker where to get the bytes, and a thread of the worker fetches them. Small slabs travel in
+the UPDATE. Large ones are received into memory that a module's Parameters can then have, as with ZeroMQ. Everything
+about pairs blocks, and runs in threads of its own.
 
-The sender has a TCPStore (:class:`PairServer`). A worker that needs a pair (:class:`PairClient`) leaves a ticket there,
-with a name that it has drawn, and both make a process group by that name. The worker then requests one transfer after
-the other, and a thread of the sender's answers; the worker's receipt ends each. What is requested is the random name of
-a transfer, which a worker knows from the bus only: whoever else finds the store and makes a pair gets nothing.
+The sender has a TCPStore (:class:`PairServer`). A worker that needs a pair (:class:`PairClient`) draws a random name
+and puts a ticket with it into the store. Both make a process group of that name. The worker then requests one transfer
+after the other. A thread of the sender answers, and the worker's receipt ends the transfer. A request contains the
+transfer's random name, which a worker learns only through the bus. So a stranger that finds the store and makes a pair
+gets no weights.
 
-A queue in a store has any number of senders and one receiver, and nothing is lost when one of them is killed. So a
-store is a meeting place, too (:class:`StorePlace`). A client of a store is locked while it waits, so each thread has
-one of its own.
+A store's queue has any number of writers and one reader, and loses nothing when one of them is killed. So a store can
+also be a meeting place (:class:`StorePlace`). A store's client is locked while it waits, so each thread has its own.
 
-docs/decisions/20-process-groups.md says why the groups are of two, and apart from torch's default one.
+docs/decisions/20-process-groups.md says why a group has two members, and why torch's default group is not used.
 """
 
 from __future__ import annotations
@@ -40,111 +40,111 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import address_towards
 from asyncsync.net.rendezvous import MEETING_THREAD, MeetingPlace
 from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_in_thread
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
+from asyncsync.transports.shared_memory import MAP_ABOVE, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
 PAIR_BYTES = 64 << 10
-TRANSFER_BYTES = 16  # of a transfer's name
+TRANSFER_BYTES = 16  # the length of a transfer's name
 FOREVER = timedelta(days=365)
-RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
-ENDING_SECONDS = 2.0
-SEND_SECONDS = 60.0  # in which a worker has to take in an update's bytes; one that is stopped pins them for as long
-TICKETS, ENOUGH = "tickets", b"enough"
+RENDEZVOUS_SECONDS = 20.0  # how long one end of a pair waits for the other
+CLOSE_SECONDS = 2.0
+SEND_SECONDS = 60.0  # a worker must receive an update's bytes in this time; a stopped worker keeps them in use so long
+TICKETS, STOP = "tickets", b"enough"
 
 ANSWER_SECONDS = 20.0
 QUESTIONS = "questions"
 ASK_AGAIN_SECONDS = 5.0
-FIRST_LOOK = 0.002
-ANSWERS_LOOK, QUESTIONS_LOOK = 0.05, 0.25  # the longest pauses between two looks
+FIRST_PAUSE = 0.002
+MAX_ANSWER_PAUSE, MAX_QUESTION_PAUSE = 0.05, 0.25
 
 _MAGIC = b"PAIR\x01"
 _HEAD = struct.Struct("<5s16sH")
 _SENDER, _WORKER = 0, 1  # ranks
 _DATA, _CLOSING = 0, 1  # tags
 _UNKNOWN = -1
-_c10d: Any = distributed  # its annotations do not show the stores
+_c10d: Any = distributed  # its annotations lack the stores
 
 Address = tuple[str, int]
 """Host and port of a store."""
 
-# A child process that was forked must not destroy what it has inherited: it would wait for threads that it has not.
-_open: set[Any] = set()
+# Stores and pairs. This set keeps them alive in a forked child: destroying one there would wait for threads that the
+# child does not have.
+_kept_in_children: set[Any] = set()
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
 
 
 class OwnStore:
-    """A TCPStore of this process's, on one address of this host: torch itself would listen on all of them.
+    """A TCPStore of this process, on one address of this host. A store that torch opens listens on all addresses.
 
-    The port is taken when this is made; 0: one that is free. Nobody listens there before
-    :meth:`open`. Raises NotConnected: there is no such address, or the port is in use.
+    This reserves the port (0: any free port), but listens there only after :meth:`open`. Raises NotConnected if this
+    host has no such address, or the port is in use.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
         self._store: Any = None
-        self._take(host, port)
+        self._bind(host, port)
 
-    def _take(self, host: str, port: int) -> None:
+    def _bind(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._bound = socket.socket(family, socket.SOCK_STREAM)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._bound.bind((host, port))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
         except OSError as error:
-            self._bound.close()
+            self._socket.close()
             raise NotConnected(
                 f"cannot open a store at {host}:{port}: {error}; is it an address of this host, with a free port?"
             ) from error
-        self.address: Address = host, self._bound.getsockname()[1]
-        self._forgotten: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._bound.close)
-        self._forgotten.atexit = False
+        self.address: Address = host, self._socket.getsockname()[1]
+        self._finalizer: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._socket.close)
+        self._finalizer.atexit = False
 
     @property
     def is_open(self) -> bool:
-        """Whether it listens."""
         return self._store is not None
 
     def open(self) -> bool:
-        """Listen; after :meth:`close`, once more, if the port is free. False: it does so already."""
+        """Listen. After :meth:`close`, this works again if the port is free. False: it is listening already."""
         if self._store is not None:
             return False
-        if self._bound.fileno() < 0:
-            self._take(*self.address)
-        self._bound.listen()
+        if self._socket.fileno() < 0:
+            self._bind(*self.address)
+        self._socket.listen()
         host, port = self.address
         self._store = _c10d.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach()
         )
-        _open.add(self._store)
-        self._forgotten = weakref.finalize(self, _forget, self._store, os.getpid())
-        self._forgotten.atexit = False
+        _kept_in_children.add(self._store)
+        self._finalizer = weakref.finalize(self, _release, self._store, os.getpid())
+        self._finalizer.atexit = False
         return True
 
-    def put(self, queue: str, content: bytes) -> None:
-        """Into a queue of this store, which is open."""
+    def push(self, queue: str, content: bytes) -> None:
+        """Put ``content`` into a queue of this store, which must be open."""
         self._store.queue_push(queue, content)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._forgotten.detach()
-        self._bound.close()
+        """Stop listening, and free the port. Idempotent."""
+        self._finalizer.detach()
+        self._socket.close()
         store, self._store = self._store, None
-        _open.discard(store)
+        _kept_in_children.discard(store)
 
 
-def _forget(store: Any, pid: int) -> None:
+def _release(store: Any, pid: int) -> None:
     if os.getpid() == pid:
-        _open.discard(store)
+        _kept_in_children.discard(store)
 
 
 def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
-    """A client of the store at this address. Raises NotConnected: there is none, or this torch has no queues."""
+    """A client of the store at this address. Raises NotConnected if there is none, or this torch has no queues."""
     try:
-        # Where nobody listens, torch goes on trying until the time is over, and prints why.
+        # Check first that a server listens. If not, torch would try again until the timeout, and print errors.
         socket.create_connection(address, timeout).close()
         host, port = address
         store = _c10d.TCPStore(
@@ -155,30 +155,34 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
     return _with_queues(store)
 
 
-def client_of(store: Any) -> Any:
-    """Another client of the same store. Raises NotConnected: this one, or this torch, has no queues."""
+def another_client(store: Any) -> Any:
+    """Another client of the store that ``store`` is a client of. Raises NotConnected if it, or this torch, has no
+    queues."""
     return _with_queues(store).clone()
 
 
 def _with_queues(store: Any) -> Any:
-    if not hasattr(store, "queue_push") or isinstance(innermost(store), _c10d.FileStore):
+    if not hasattr(store, "queue_push") or isinstance(innermost_store(store), _c10d.FileStore):
         raise NotConnected(
-            f"a {type(innermost(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or newer, "
-            "and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
+            f"a {type(innermost_store(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or "
+            "newer, and a TCPStore, as with init_process_group(init_method='env://' or 'tcp://…')"
         )
     return store
 
 
-def innermost(store: Any) -> Any:
-    """The store below all prefixes."""
+def innermost_store(store: Any) -> Any:
+    """The store inside all PrefixStores."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 class StorePlace(MeetingPlace):
-    """A meeting place under a name in a store, of which ``client`` makes clients. The store is the process group's, or
-    the sender has opened it: its ``own``, which it shares with schemes that it was converted to."""
+    """A meeting place in a store. ``client`` makes clients of the store; ``name`` prefixes all keys.
+
+    The store is a process group's, or the sender opens it: then it is ``own``, which the sender shares with schemes
+    that it was converted to.
+    """
 
     def __init__(self, name: str, client: Callable[[], Any], own: OwnStore | None = None) -> None:
         super().__init__()
@@ -186,9 +190,9 @@ class StorePlace(MeetingPlace):
         self._name = name
         self._client = client
         self._store: Any = None  # the sender's client
-        self._has_opened = False
+        self._has_opened_own = False
 
-    def _visit(self) -> Any:
+    def _prefixed_client(self) -> Any:
         return _c10d.PrefixStore(f"asyncsync/{self._name}", self._client())
 
     async def open(self) -> None:
@@ -196,21 +200,21 @@ class StorePlace(MeetingPlace):
 
     def _open(self) -> None:
         if self.own is not None:
-            self._has_opened = self.own.open() or self._has_opened
-        elif _in_groups.get(self._name, self).is_hosted:
+            self._has_opened_own = self.own.open() or self._has_opened_own
+        elif _places_in_groups.get(self._name, self).is_hosted:
             raise NotConnected(
                 f"another scheme of this process is the sender of {self._name!r} in its process group: give each a "
                 "model_id of its own, or shut the other one down before"
             )
         else:
-            _in_groups[self._name] = self
-        self._store = self._visit()
+            _places_in_groups[self._name] = self
+        self._store = self._prefixed_client()
 
     def ask(self, worker: int, stop: threading.Event) -> bytes:
-        store, key = self._visit(), secrets.token_hex(8)
+        store, key = self._prefixed_client(), secrets.token_hex(8)
         try:
             store.queue_push(QUESTIONS, f"{worker} {key}")
-            _look_for(key, store, stop, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
+            _wait_for_key(key, store, stop, MAX_ANSWER_PAUSE, ASK_AGAIN_SECONDS)
             answer: bytes = store.get(key)
             store.delete_key(key)
         except RuntimeError as error:
@@ -222,8 +226,8 @@ class StorePlace(MeetingPlace):
 
     def _asked(self, stop: threading.Event) -> tuple[int, str]:
         while True:
-            _look_for(QUESTIONS, self._store, stop, QUESTIONS_LOOK)
-            with suppress(_c10d.QueueEmptyError):  # another sender has taken it
+            _wait_for_key(QUESTIONS, self._store, stop, MAX_QUESTION_PAUSE)
+            with suppress(_c10d.QueueEmptyError):  # another sender has taken the question
                 worker, key = self._store.queue_pop(QUESTIONS, block=False).decode().split()
                 return int(worker), key
 
@@ -231,30 +235,30 @@ class StorePlace(MeetingPlace):
         await run_in_thread(MEETING_THREAD, partial(self._store.set, key, answer))
 
     async def end(self) -> None:
-        if self.own is not None and (self._has_opened or not self.own.is_open):
-            self._has_opened = False
+        if self.own is not None and (self._has_opened_own or not self.own.is_open):
+            self._has_opened_own = False
             await run_in_thread(MEETING_THREAD, self.own.close)
 
 
-_in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()
-"""The places in the stores of process groups where this process is the sender, by their names."""
+_places_in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()
+"""By name, the places in stores of process groups at which this process is the sender."""
 
 
-def _look_for(key: str, store: Any, stop: threading.Event, longest: float, seconds: float = math.inf) -> None:
-    """Wait until there is something under this key. Raises NotConnected: it is over before, or the time is."""
-    # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
-    pause, deadline = FIRST_LOOK, time.monotonic() + seconds
+def _wait_for_key(key: str, store: Any, stop: threading.Event, max_pause: float, seconds: float = math.inf) -> None:
+    """Wait until the store has this key. Raises NotConnected after so many seconds, or when ``over`` is set."""
+    # Poll, because a wait in the store cannot be interrupted, and prints to stderr when it times out.
+    pause, deadline = FIRST_PAUSE, time.monotonic() + seconds
     while not store.check([key]):
         if stop.wait(pause) or time.monotonic() > deadline:
             raise NotConnected("there is no answer yet")
-        pause = min(2 * pause, longest)
+        pause = min(2 * pause, max_pause)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where a slab's bytes are to be had; the content of a descriptor."""
+class TransferPlace(NamedTuple):
+    """Where workers fetch a slab's bytes: the content of a descriptor."""
 
     store: Address
     transfer: bytes
@@ -264,8 +268,8 @@ class Place(NamedTuple):
         return _HEAD.pack(_MAGIC, self.transfer, port) + host.encode()
 
     @classmethod
-    def decode(cls, descriptor: bytes) -> Place:
-        """Raises ValueError: this is no descriptor of a pair's."""
+    def decode(cls, descriptor: bytes) -> TransferPlace:
+        """Raises ValueError if another kind of transport made the descriptor."""
         if not descriptor.startswith(_MAGIC) or len(descriptor) <= _HEAD.size:
             raise ValueError("another transport sent this update: use the same scheme class on both sides")
         _, transfer, port = _HEAD.unpack_from(descriptor)
@@ -273,54 +277,53 @@ class Place(NamedTuple):
 
 
 class Pair:
-    """One end of a pair; blocks until the other one is there. Raises RuntimeError, as each of its methods does where
-    the other end is gone, or :meth:`close` was called.
-    """
+    """One end of a pair. Creating it blocks until the other end exists. This and all methods raise RuntimeError if the
+    other end is gone, or after :meth:`close`."""
 
     def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
-        # A wait without a timeout has the one of the rendezvous.
+        # The rendezvous's timeout is also the default of wait(), so all waits below name theirs.
         self._group = gloo_pair(_c10d.PrefixStore(name, store), rank, address, RENDEZVOUS_SECONDS)
         self._other = 1 - rank
-        self._sent: list[Any] = []
-        _open.add(self)
+        self._sends: list[Any] = []  # under way
+        _kept_in_children.add(self)
 
     def exchange(self, into: torch.Tensor, *data: torch.Tensor, timeout: timedelta = FOREVER) -> None:
-        """Send, and wait for what is received. All that was sent before has arrived then, if the other end receives all
-        of it before it sends; so nothing else needs to be waited for, and no send is.
+        """Send ``data``, and wait until ``into`` is received.
 
-        gloo forgets a send in the middle of which the other end dies: its wait has no end. A receive it remembers, if
-        that has begun before.
+        The other end must receive everything before it sends ``into``. Then all sends have completed, and there is no
+        need to wait for them. A wait for a send may never end: gloo forgets a send during which the other end dies. It
+        does not forget a receive that began before.
         """
         receiving = self._group.recv([into], self._other, _DATA)
-        self._sent = [*self._sent, *(self._group.send([part], self._other, _DATA) for part in data)]
+        self._sends = [*self._sends, *(self._group.send([part], self._other, _DATA) for part in data)]
         try:
             receiving.wait(timeout)
         finally:
-            self._sent = []
+            self._sends = []
 
     def post(self, data: torch.Tensor) -> None:
-        """Send without a wait: the next :meth:`exchange` is one for it."""
-        self._sent.append(self._group.send([data], self._other, _DATA))
+        """Send, without waiting. The next :meth:`exchange` shows that the data has arrived."""
+        self._sends.append(self._group.send([data], self._other, _DATA))
 
     def send(self, data: torch.Tensor) -> None:
-        """And wait for it, in a thread that may do so for ever: see :meth:`exchange`."""
+        """Send, and wait, perhaps for ever: see :meth:`exchange`."""
         self._group.send([data], self._other, _DATA).wait(FOREVER)
 
     def receive(self, into: torch.Tensor) -> None:
         self._group.recv([into], self._other, _DATA).wait(FOREVER)
 
     def close(self) -> None:
-        """End it, and whatever waits for it in other threads. Idempotent."""
-        _open.discard(self)
-        # Neither abort() nor shutdown() does that to a gloo group; a wait whose time is over does.
+        """Close the pair, and end all waits of other threads. Idempotent."""
+        _kept_in_children.discard(self)
+        # A wait that times out ends all others. abort() and shutdown() of a gloo group do not.
         with suppress(RuntimeError), normal_tensors():
             self._group.recv([torch.empty(1, device="cpu")], self._other, _CLOSING).wait(timedelta(milliseconds=1))
 
 
 class PairServer:
-    """The sender's half: a store on this address of this host, and a thread for each pair that there is.
+    """The sender's side: a store on this address of this host, and a thread for each pair.
 
-    ``offered`` has the bytes of transfers by their names. Raises NotConnected: there is no such address.
+    ``offered`` has the bytes of transfers by name. Raises NotConnected if this host has no such address.
     """
 
     def __init__(self, host: str, offered: Mapping[bytes, memoryview]) -> None:
@@ -334,59 +337,58 @@ class PairServer:
         self._threads: list[threading.Thread] = []
         tickets = connect(self.address)
         tickets.set_timeout(FOREVER)
-        self._start("asyncsync-pairs", partial(self._accept, tickets))
+        self._start_thread("asyncsync-pairs", partial(self._accept_pairs, tickets))
 
-    def _start(self, name: str, target: Callable[[], None]) -> None:
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
-    def _accept(self, store: Any) -> None:
-        while (ticket := store.queue_pop(TICKETS)) != ENOUGH:
+    def _accept_pairs(self, store: Any) -> None:
+        while (ticket := store.queue_pop(TICKETS)) != STOP:
             worker, name = ticket.decode().split()
-            self._start(f"asyncsync-pair-{worker}", partial(self._serve, int(worker), name))
+            self._start_thread(f"asyncsync-pair-{worker}", partial(self._serve_pair, int(worker), name))
 
-    def _serve(self, worker: int, name: str) -> None:
-        """Make a pair, and answer its requests for as long as it lasts."""
+    def _serve_pair(self, worker: int, name: str) -> None:
         try:
             pair = Pair(connect(self.address), name, _SENDER, self.address[0])
         except RuntimeError:
-            return  # the worker is gone, or says why
+            return  # the worker is gone, or raises the reason
         with self._lock:
             before, self._pairs[worker] = self._pairs.get(worker), pair
             closed = self._closed
         if before is not None:
-            before.close()  # its process is gone, or has given it up
+            before.close()  # the worker's process has ended, or has abandoned this pair
         try:
             while not closed:
-                self._answer(pair)
+                self._answer_request(pair)
         except RuntimeError:
-            pass  # it has come to its end
+            pass  # the pair was closed, or its other end is gone
         finally:
             pair.close()
             with self._lock:
                 if self._pairs[worker] is pair:
                     del self._pairs[worker]
 
-    def _answer(self, pair: Pair) -> None:
+    def _answer_request(self, pair: Pair) -> None:
         with normal_tensors():
             request = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu")
             receipt = torch.empty(1, dtype=torch.uint8, device="cpu")
             head = torch.empty(1, dtype=torch.int64, device="cpu")
             pair.receive(request)
-            # As long as this thread has the bytes, their memory is not used again.
+            # As long as this thread refers to the bytes, their memory is not reused.
             data = self._offered.get(request.numpy().tobytes())
             head.fill_(_UNKNOWN if data is None else len(data))
             body = () if data is None else (torch.frombuffer(data, dtype=torch.uint8),)
             pair.exchange(receipt, head, *body, timeout=timedelta(seconds=SEND_SECONDS))
 
-    def end_soon(self) -> None:
+    def close_soon(self) -> None:
         """:meth:`close`, without waiting."""
-        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
+        with suppress(RuntimeError):  # the interpreter is shutting down, and starts no more threads
             threading.Thread(target=self.close, name="asyncsync-pairs", daemon=True).start()
 
     def close(self) -> None:
-        """End all pairs, and wait a moment until that has happened. Idempotent."""
+        """Close all pairs and the store, and wait up to two seconds for the threads to end. Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
             pairs = list(self._pairs.values())
@@ -395,15 +397,15 @@ class PairServer:
         for pair in pairs:
             pair.close()
         with suppress(RuntimeError):
-            self._store.put(TICKETS, ENOUGH)
-        deadline = time.monotonic() + ENDING_SECONDS
+            self._store.push(TICKETS, STOP)
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._store.close()
 
 
 class PairClient:
-    """A worker's half, with a thread, in which :meth:`receive` is to be called."""
+    """A worker's side. Call :meth:`receive` in its ``thread``."""
 
     def __init__(self, store: Address, worker: int) -> None:
         self.store = store
@@ -413,28 +415,18 @@ class PairClient:
         self._closed = False
 
     def receive(self, transfer: bytes, slab: Slab, into: torch.Tensor) -> None:
-        """Bring in the bytes of a transfer.
-
-        Args:
-            transfer: its name.
-            slab: whose they are.
-            into: the slab's memory.
-
-        Raises:
-            NotConnected: the sender cannot be reached, or is gone.
-            LookupError: it does not offer this any more.
-            ValueError: it offers another number of bytes.
-            MemoryError: there is no memory for them.
-        """
+        """Receive the bytes of the transfer of this name into the slab, whose memory is ``into``. Raises NotConnected
+        if the sender cannot be reached, LookupError if it does not offer the transfer any more, ValueError if it offers
+        another number of bytes, MemoryError if there is no memory for them."""
         slab.reserve()
         while True:
-            known = self._pair is not None
+            is_old = self._pair is not None
             try:
                 self._receive(transfer, into)
                 return
-            except RuntimeError as error:  # an old connection may have ended long ago
-                self._drop()
-                if not known or self._closed:
+            except RuntimeError as error:  # an old pair may have ended long ago; then try once more with a new one
+                self._close_pair()
+                if not is_old or self._closed:
                     host, port = self.store
                     raise NotConnected(
                         f"worker {self._worker} cannot connect to the sender at {host}:{port} for weights: {error}"
@@ -459,38 +451,38 @@ class PairClient:
             pair.post(receipt)
             raise LookupError("the sender does not offer these weights any more")
         if size != into.numel():
-            self._drop()  # they would be the next answer
+            self._close_pair()  # else the next request would receive these bytes
             raise ValueError(f"the sender offers {size} bytes of weights, but announced {into.numel()}")
         pair.receive(into)
         pair.post(receipt)
 
-    def _drop(self) -> None:
+    def _close_pair(self) -> None:
         pair, self._pair = self._pair, None
         if pair is not None:
             pair.close()
 
     def close(self) -> None:
-        """End the pair, and the thread, whatever it waits for: a :meth:`receive` that is under way raises."""
+        """Close the pair and end the thread. A :meth:`receive` under way raises."""
         self._closed = True
         self.thread.abandon()
-        self._drop()
+        self._close_pair()
 
 
 class PairTransport(ChunkTransport):
     """Moves slabs through gloo pairs: the base of both APIs' transports.
 
     Args:
-        address: at a sender, this host's numeric address by which its workers reach it.
-        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
-        pair_above: weights of more bytes go through pairs, smaller ones over the bus.
-        backend: the requested torch.distributed backend. Gloo carries the weights whatever it is, because slabs lie in
-            the host's memory.
+        address: on a sender, the numeric address of this host at which workers reach it.
+        map_above: a module's Parameters may lie in the memory of received weights of more bytes than this.
+        pair_above: weights of more bytes than this go through pairs, smaller ones over the bus.
+        backend: the requested torch.distributed backend. Gloo always carries the weights, because slabs lie in the
+            host's memory.
     """
 
     def __init__(
         self,
         address: str = "127.0.0.1",
-        map_above: int = COPY_BYTES,
+        map_above: int = MAP_ABOVE,
         pair_above: int = PAIR_BYTES,
         *,
         backend: str = "gloo",
@@ -510,33 +502,32 @@ class PairTransport(ChunkTransport):
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Where workers fetch the slab's bytes, until it is retired. Raises NotConnected if ``address`` is not one of
-        this host's."""
+        """Let workers fetch the slab's bytes until it is retired. Raises NotConnected if ``address`` is no address of
+        this host."""
         if slab.nbytes <= self.pair_above:
             return None
         if self._server is None:
-            await run_in_thread("asyncsync-pairs", self._serve)
+            await run_in_thread("asyncsync-pairs", self._start_server)
         assert self._server is not None
-        place = Place(self._server.address, secrets.token_bytes(TRANSFER_BYTES))
+        place = TransferPlace(self._server.address, secrets.token_bytes(TRANSFER_BYTES))
         self._offered[place.transfer] = slab.export(0, slab.nbytes)
         return place.encode()
 
-    def _serve(self) -> None:
+    def _start_server(self) -> None:
         self._server = server = PairServer(self.address, self._offered)
-        weakref.finalize(self, server.end_soon).atexit = False
+        weakref.finalize(self, server.close_soon).atexit = False
 
     def retire(self, descriptor: bytes) -> None:
-        self._offered.pop(Place.decode(descriptor).transfer, None)
+        self._offered.pop(TransferPlace.decode(descriptor).transfer, None)
 
     # -- the receiver --------------------------------------------------------------------------------------------------
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        # Raises NotConnected: the sender is gone, or cannot be reached; ValueError: this is no descriptor of a pair's;
-        # and as PairClient.receive.
-        place = Place.decode(descriptor)
+        # Raises what TransferPlace.decode and PairClient.receive raise.
+        place = TransferPlace.decode(descriptor)
         client = self._client
         if client is None or client.store != place.store:
-            self._hang_up()
+            self._close_client()
             client = self._client = PairClient(place.store, self._worker)
         with normal_tensors():
             into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
@@ -545,12 +536,12 @@ class PairTransport(ChunkTransport):
         try:
             await fetching
         except asyncio.CancelledError:
-            # It may be waiting for a sender that is stopped. The next fetch begins with a connection of its own.
+            # The thread may wait for a stopped sender. So the next fetch makes a new client.
             if self._client is client:
-                self._hang_up()
+                self._close_client()
             raise
 
-    def _hang_up(self) -> None:
+    def _close_client(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -564,19 +555,19 @@ class PairTransport(ChunkTransport):
             await run_in_thread("asyncsync-pairs", server.close)
 
     def close(self) -> None:
-        """Close all connections; models keep the weights that they show."""
+        """Close all connections. Models keep the weights that they have."""
         super().close()
         self._offered.clear()
-        self._hang_up()
+        self._close_client()
         if self._server is not None:
-            self._server.end_soon()
+            self._server.close_soon()
 
 
 class DistributedTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.DistributedWeightSyncScheme`: gloo, with a process group of two per worker."""
 
 
-@in_sync_as("DistributedTransport")
+@named_in_sync("DistributedTransport")
 class BlockingDistributedTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
 
@@ -585,6 +576,6 @@ class RPCTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
-@in_sync_as("RPCTransport")
+@named_in_sync("RPCTransport")
 class BlockingRPCTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.RPCTransport` with ordinary methods."""

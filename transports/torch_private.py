@@ -1,8 +1,8 @@
-"""The private names of torch.distributed that are used here.
+"""The private names of torch.distributed that this package uses.
 
-``ProcessGroupGloo`` has a public constructor, which takes the network device that the host's name leads to: often a
-loopback address, which another host cannot reach. Only the private options take a device that was chosen. The store by
-which a group's processes have found each other has no public name.
+The public constructor of ``ProcessGroupGloo`` uses the network device to which the host's name resolves. That is often
+the loopback device, which other hosts cannot reach. Only the private options accept another device. The store by which
+a group's processes have found each other has no public name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def default_store() -> Any:
-    """The store of the process group that this process has joined; None: it has not."""
+    """The store of the process group that this process has joined. None: it has joined none."""
     from torch import distributed
 
     if not distributed.is_available() or not distributed.is_initialized():
@@ -21,14 +21,13 @@ def default_store() -> Any:
 
 
 def gloo_pair(store: Any, rank: int, address: str, timeout: float) -> Any:
-    """A gloo process group of two, apart from the default one and unknown to it, over connections to and from this
-    address of this host. Blocks until the other one has made its end. Raises RuntimeError: not within ``timeout``
-    seconds, or there is no such address.
+    """A gloo process group of two, independent of the default group. Blocks until the other process has made its end,
+    too. Raises RuntimeError after the timeout, or if this host has no such address.
 
     Args:
-        store: in which the two find each other, and nobody else.
+        store: where the two processes, and no others, find each other.
         rank: 0 or 1.
-        address: numeric.
+        address: the numeric address of this host for all connections.
         timeout: seconds.
     """
     from torch.distributed import ProcessGroupGloo
@@ -36,5 +35,5 @@ def gloo_pair(store: Any, rank: int, address: str, timeout: float) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._threads = 1  # for collectives, of which there are none here
+    options._threads = 1  # for collectives, which are not used here
     return ProcessGroupGloo(store, rank, 2, options)

@@ -92,8 +92,8 @@ class TrainerFastPath:
             exported, self._next = self._next, self._acquire()
             exported.release()
         slab = self._next
-        slab.forget()
-        memory = self._source_cache.again(flat)
+        slab.forget_contents()
+        memory = self._source_cache.lookup(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
         else:
@@ -102,7 +102,7 @@ class TrainerFastPath:
             if tensors is None:
                 return False
             pack(slab, flat, tensors=tensors)
-            self._source_cache.learn(flat)
+            self._source_cache.remember(flat)
         machine, targets = self._machine, self._machine.targets
         epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1

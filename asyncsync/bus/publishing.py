@@ -278,12 +278,12 @@ class Publishing(Link):
         run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
         self.pools.add(pool)
         known = self._source_caches.get(model_id)
-        memory = known.again(flat) if known is not None and alone else None
+        memory = known.lookup(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
             known = self._source_caches[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
-            known.learn(flat)
+            known.remember(flat)
         layout, pinned = known.layout, flat.ready is not None
 
         def acquire() -> Slab:
@@ -291,7 +291,7 @@ class Publishing(Link):
             jobs.append(_PackJob(slab, flat, tensors, memory))
             return slab
 
-        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.draining(layout.nbytes):
+        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.is_draining(layout.nbytes):
             return acquire()
         memory = None  # while this waits, a tensor may get other memory
         await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
@@ -300,7 +300,7 @@ class Publishing(Link):
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine
-        await self.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
+        await self.wait(lambda: not pool.is_draining(nbytes), DRAIN_PATIENCE)
 
         def has_room() -> bool:
             if machine.fenced is not None or pool.is_quick(nbytes):
@@ -373,7 +373,7 @@ class Publishing(Link):
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
             if encoding.users:  # else no worker needs it any more
-                encoding.join()
+                encoding.add_user()
                 chosen.append((encoding, index))
         if chosen:
             self._is_encoding = True
@@ -388,13 +388,13 @@ class Publishing(Link):
                 if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
-                encoding.leave_as_it_is(index)
+                encoding.send_unencoded(index)
             self.call_from_thread(self.packed)
 
     def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
         for encoding, _ in chosen:
-            encoding.leave()
+            encoding.remove_user()
         with self.guard():
             future.result()
             self.encode_wanted()
@@ -432,7 +432,7 @@ class Publishing(Link):
         target = None if model is None else model.common
         if target is None or (target.slab.descriptor is None) is not streams or self.admission is not None:
             return False  # with keys, only the general path checks each message
-        if target.slab not in pool or target.slab.mapped or not (streams or transport.is_at_hand):
+        if target.slab not in pool or target.slab.read_in_place or not (streams or transport.is_at_hand):
             return False
         layout = target.slab.layout
         if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):

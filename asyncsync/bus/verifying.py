@@ -27,7 +27,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
 from asyncsync.runtime.threads import run_in_thread
-from asyncsync.weights.copying import clone, is_bytes, memory_of
+from asyncsync.weights.copying import clone, is_plain_bytes, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted
@@ -67,7 +67,7 @@ def _digest(tensors: Sequence[torch.Tensor], is_stopped: Callable[[], bool]) -> 
 def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if tensor.numel() and not is_stopped():
-        data = memory_of(tensor if is_bytes(tensor) else clone(tensor).cpu())
+        data = memory_of(tensor if is_plain_bytes(tensor) else clone(tensor).cpu())
         for begin in range(0, len(data), PIECE):
             if is_stopped():
                 break

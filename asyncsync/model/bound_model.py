@@ -29,7 +29,7 @@ from asyncsync.model.torch_private import non_persistent, tensors_and_children
 from asyncsync.weights.copying import PLAIN, clone, copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import AddressCache
-from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.slab import lies_in_slab
 from asyncsync.weights.tensors import are_plain, destination_problem, have_memory, lies_in_memory, place_of
 from asyncsync.weights.tree import (
     EXTRA_STATE,
@@ -491,7 +491,7 @@ class BoundModel:
         self.repointed = [tensor for one in known if (tensor := one()) is not None]
         present = set(map(id, found))
         left = [tensor for tensor in self.repointed if id(tensor) not in present]
-        left = [tensor for tensor in left if is_foreign(tensor)]
+        left = [tensor for tensor in left if lies_in_slab(tensor)]
         copies = {place_of(tensor): clone(tensor) for tensor in left}
         return [(tensor, copies[place_of(tensor)]) for tensor in left]
 

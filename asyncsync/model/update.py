@@ -20,8 +20,8 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
-from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.tensors import are_plain, check_source, have_memory, have_specs, own_value, place_of
+from asyncsync.weights.slab import Slab, lies_in_slab
+from asyncsync.weights.tensors import are_plain, check_source, copy_value, have_memory, have_specs, place_of
 from asyncsync.weights.tree import FlatWeights, dotted
 
 
@@ -129,7 +129,7 @@ class ModelUpdate(Prepared):
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
+        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.matches(found):
             self._repointing, sources = last, self._sources
             self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._repointed = [(found[i], sources[i]) for i in last.moved]
@@ -138,7 +138,7 @@ class ModelUpdate(Prepared):
             self._resolve_each(found)
             self._repointed += model.left_in_slabs(found)
         # The user's code may keep what it is given, and these may be applied again, or be the trainer's own.
-        values = {name: own_value(name, value) for name, value in self._values.items()}
+        values = {name: copy_value(name, value) for name, value in self._values.items()}
         states = plan.model.extra_state
         self._given = [(states[n], v) for n, v in values.items() if n in states]
         self._given += [(states[n], clone(t)) for n, t in self._states.items() if n in states]
@@ -189,7 +189,7 @@ class ModelUpdate(Prepared):
                     self._replace(owner, key, made[place])
                     continue
                 if place not in made:
-                    foreign = self._model.is_repointed and is_foreign(destination)
+                    foreign = self._model.is_repointed and lies_in_slab(destination)
                     can_move = self._slab is not None and _can_move(destination, source)
                     can_move = can_move and (foreign or _is_alone(destination, in_parts))
                     if can_move and given.setdefault(id(source), place) == place:
@@ -221,7 +221,7 @@ class ModelUpdate(Prepared):
     def apply(self) -> None:
         destinations, sources = self._copies
         pieces = self._pieces if destinations else None
-        if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
+        if pieces is not None and (views := self._plan.memory.lookup(destinations)) is not None:
             copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
         elif destinations:
@@ -247,10 +247,10 @@ class ModelUpdate(Prepared):
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
+            model.repointed = list(filter(lies_in_slab, model.repointed[-len(self._repointed) :]))
             model.repointing = repointing
         if repointing is not None:
-            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
+            repointing.plan.memory.remember([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for module, value in self._given:
@@ -269,7 +269,7 @@ class ModelUpdate(Prepared):
             found = [owner[key] for owner, key in plan.locations]
         except KeyError:
             return False
-        if (views := plan.memory.views) is None or not plan.memory.again(found):
+        if (views := plan.memory.views) is None or not plan.memory.matches(found):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
@@ -309,7 +309,7 @@ def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
         and source.dtype is destination.dtype
         and destination.is_contiguous()
         and not destination.is_inference()
-        and is_foreign(source)
+        and lies_in_slab(source)
     )
 
 

@@ -17,7 +17,7 @@ from asyncsync.model.strategy import Binding
 from asyncsync.model.update import Prepared
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Memory
-from asyncsync.weights.encoding import codecs_here
+from asyncsync.weights.encoding import available_codecs
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
@@ -112,7 +112,7 @@ class Session:
             have[""] = next(iter(have.values()))
         me = self.identity
         sender = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
-        self.send(messages.Hello(*sender, self.epoch, have, self.role, codecs_here(), serial, takes))
+        self.send(messages.Hello(*sender, self.epoch, have, self.role, available_codecs(), serial, takes))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello

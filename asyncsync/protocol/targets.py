@@ -328,8 +328,8 @@ class Targets:
             model.assembled = model.assembled or publication.workers is None
             before, common = model.common, targets.get(None)
             if self.keeps_bases and before is not None and common is not None:
-                before.slab.stand_alone()  # it gives up its own base
-                common.slab.follow(before.version, before.slab)
+                before.slab.drop_base()  # it gives up its own base
+                common.slab.set_base(before.version, before.slab)
             self._release([model_id], range(publication.version), targets)
             model.current |= targets
         publication.targets = {}

@@ -158,7 +158,7 @@ class Transfer:
 
     def release(self) -> None:
         for encoding in filter(None, self.encodings):
-            encoding.leave()
+            encoding.remove_user()
         for slab in self._slabs:
             slab.release()
         self.parts, self._slabs, self.encodings = {}, [], []
@@ -173,10 +173,10 @@ class Transfer:
             encoding = encoding_of(slab, base, codec, size) if total and (codec or base is not None) else None
             found.append(encoding)
             if encoding is not None:
-                encoding.join()
+                encoding.add_user()
         before, self.encodings = self.encodings, found if any(found) else []
         for encoding in filter(None, before):
-            encoding.leave()
+            encoding.remove_user()
 
     def chunks(
         self, epoch: Epoch, settings: Settings, to_encode: deque[tuple[Encoding, int]] | None = None
@@ -203,11 +203,11 @@ class Transfer:
                     if encoded is None:
                         assert to_encode is not None
                         whole = limit // encoding.size if limit < size else -(-size // encoding.size)
-                        to_encode.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
+                        to_encode.extend((encoding, index) for index in range(first, whole) if encoding.claim(index))
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:
-                    chunk = Chunk(epoch, self.serial, i, start, encoded.crc, stop - start, encoded.base)
+                    chunk = Chunk(epoch, self.serial, i, start, encoded.crc, stop - start, encoded.base_checksum)
                     yield chunk, encoded.payload
                 else:
                     piece = slab.export(start, stop)

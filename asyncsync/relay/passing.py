@@ -19,7 +19,7 @@ from asyncsync.protocol.targets import Peer, Replaced
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import IncomingUpdate
 from asyncsync.protocol.worker import Relaying, Worker
-from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
+from asyncsync.transports.shared_memory import MAP_ABOVE, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
@@ -42,7 +42,7 @@ class RelaySlots(Carrier):
     receives_into_own_slabs = True
 
     def __init__(self) -> None:
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, MAP_ABOVE)
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
@@ -54,7 +54,7 @@ class RelaySlots(Carrier):
     def renew(self) -> None:
         """What there is goes with its last reader, and is never written again."""
         self.pool.close()
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, MAP_ABOVE)
 
 
 class Passing(Relaying):

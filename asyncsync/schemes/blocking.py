@@ -29,7 +29,7 @@ from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.taking import BlockingTaking
 from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
-from asyncsync.transports.base import in_sync_as
+from asyncsync.transports.base import named_in_sync
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
     self.shutdown()
 
 
-@in_sync_as("Bus")
+@named_in_sync("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
 
@@ -195,7 +195,7 @@ class Bus(BusCore):
         return loop_thread.run(look)
 
 
-@in_sync_as("WeightSyncScheme")
+@named_in_sync("WeightSyncScheme")
 class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by blocking calls.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from asyncsync.arguments import Option, check_count, check_timeout, described
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Endpoint, Fanout, LocalBusOptions, WireOptions
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS
+from asyncsync.transports.shared_memory import MAP_ABOVE, SLOTS
 from asyncsync.transports.torch_distributed import PAIR_BYTES
 
 # Positional, or of schemes that have no other base in common.
@@ -29,7 +29,7 @@ Backend = Annotated[
 MapAbove = Annotated[
     int,
     Option(
-        COPY_BYTES,
+        MAP_ABOVE,
         partial(check_count, least=0),
         "weights of more bytes are received where a module's Parameters then get their memory; smaller ones are copied "
         "into the memory that the Parameters have.",

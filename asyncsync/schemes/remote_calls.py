@@ -44,7 +44,7 @@ from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
-from asyncsync.transports.ray_private import kill, the_ray
+from asyncsync.transports.ray_private import initialized_ray, kill
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
 METHOD = "_receive_weights_scheme"
@@ -482,10 +482,10 @@ class ActorPlace(MeetingPlace):
                     self._answers.pop(worker).set_result(answer)
 
         options = {"name": self._name, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-        self.actor = the_ray().remote(ConnectionInfo).options(**options).remote()
+        self.actor = initialized_ray().remote(ConnectionInfo).options(**options).remote()
 
     def ask(self, worker: int, stop: threading.Event) -> bytes:
-        ray = the_ray()
+        ray = initialized_ray()
         try:
             answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
             while not stop.is_set():
@@ -521,7 +521,7 @@ class ActorPlace(MeetingPlace):
 async def _called(method: Any, *args: Any) -> Any:
     """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
     no cluster, and would begin one."""
-    ray = the_ray()
+    ray = initialized_ray()
     try:
         return await asyncio.wrap_future(method.remote(*args).future())
     except ray.exceptions.RayError as error:
@@ -569,7 +569,7 @@ class RayCore(RemoteCallCore):
         if not self.is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
-            ray = the_ray()
+            ray = initialized_ray()
             connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
         self._info_name = connection_info
         scheme: Any = self
@@ -579,7 +579,7 @@ class RayCore(RemoteCallCore):
         return ActorPlace(self.connection_info_name)
 
     async def _host(self) -> str:
-        host: str = await run_in_thread(MEETING_THREAD, lambda: the_ray().util.get_node_ip_address())
+        host: str = await run_in_thread(MEETING_THREAD, lambda: initialized_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:
@@ -604,7 +604,7 @@ class RayCore(RemoteCallCore):
 
 async def _returned(reference: Any, worker: int) -> None:
     """Wait for the end of a call of this worker's actor."""
-    exceptions = the_ray().exceptions
+    exceptions = initialized_ray().exceptions
     try:
         await asyncio.wrap_future(reference.future())
     except exceptions.RayTaskError as error:

@@ -25,9 +25,9 @@ from asyncsync.transports.torch_distributed import (
     OwnStore,
     PairTransport,
     StorePlace,
-    client_of,
+    another_client,
     connect,
-    innermost,
+    innermost_store,
 )
 from asyncsync.transports.torch_private import default_store
 
@@ -71,7 +71,7 @@ class DistributedCore(Scheme):
             return own_address() if host in ("0.0.0.0", "::", None) else host
         if self._store_info is not None:
             return self._store_info[0]
-        host = getattr(innermost(default_store()), "host", None)
+        host = getattr(innermost_store(default_store()), "host", None)
         return own_address() if host is None else address_towards(host)
 
     # -- where they meet -----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _client_of(store_info: Address | None, timeout: float) -> Any:
             "this process has left the process group in whose store workers find their sender: call "
             "destroy_process_group() after shutdown()"
         )
-    return client_of(store)
+    return another_client(store)
 
 
 def check_backend(backend: str) -> None:

@@ -1,15 +1,15 @@
-"""A slab's bytes as fewer: compressed, or as what has changed since the version before.
+"""Send a slab as fewer bytes: compressed, as the difference from an earlier version, or both.
 
-The sender encodes a slab in pieces, each by itself, so that a piece can be decoded when it has come, and sent again
-alone. A piece is encoded once, however many workers get it, and kept as long as its slab is the target. What does not
-get smaller travels as it is.
+The trainer encodes a slab piece by piece. A worker can decode a piece as soon as it has arrived, and the trainer can
+send it again alone. The trainer encodes a piece once for all workers, and keeps it while its slab is used. A piece that
+would not get smaller travels unencoded.
 
-A piece of weights is hard to compress as it stands: the low bytes of numbers are noise. So bytes of the same weight are
-put next to each other first, all lowest bytes, then all second ones: the high bytes of neighbours are alike. Of a small
-training step mostly the lowest bits change; as the exclusive or of the old and the new bytes that is mostly zeros.
+The low bytes of numbers are noise, so weights compress badly. Therefore the bytes of a piece are regrouped first: the
+lowest bytes of all numbers, then the second ones, and so on, because the high bytes of neighbouring numbers are alike.
+A small training step changes mostly the lowest bits, so the exclusive or of old and new bytes is mostly zeros.
 
-An encoded piece begins with a byte that has the codec's number in its upper half, and in its lower half the binary
-logarithm of the size of the items whose bytes were put together.
+The first byte of an encoded piece has the codec's number in its upper half. The lower half has the binary logarithm of
+the item size by which the bytes were regrouped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from asyncsync.weights.slab import Slab
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-MAX_ITEM = 16
-ZSTD_LEVEL = 1  # 3 takes twice the time for a percent or two of such bytes
+MAX_ITEM_SIZE = 16
+ZSTD_LEVEL = 1  # level 3 takes twice the time and saves one or two percent
 
 
 def _zstd(data: Buffer) -> bytes:
@@ -45,7 +45,7 @@ def _unzstd(data: Buffer, size: int) -> bytes:
     import zstandard
 
     try:
-        # A frame says how long its content is, and that much would be allocated.
+        # The decompressor allocates as many bytes as the frame claims to hold.
         if zstandard.get_frame_parameters(data).content_size != size:
             raise ProtocolError(f"compressed bytes that are not those of a piece of {size} bytes")
         return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False))
@@ -69,10 +69,10 @@ def _unlz4(data: Buffer, size: int) -> bytes:
 
 
 class _Codec(NamedTuple):
-    number: int  # on the wire; its bit is what HELLO says
+    number: int  # in an encoded piece; also the number of the codec's bit in HELLO
     library: str
     compress: Callable[[Buffer], bytes]
-    decompress: Callable[[Buffer, int], bytes]  # to exactly so many bytes, or ProtocolError
+    decompress: Callable[[Buffer, int], bytes]  # returns exactly this many bytes, or raises ProtocolError
 
 
 CODECS = {"zstd": _Codec(1, "zstandard", _zstd, _unzstd), "lz4": _Codec(2, "lz4", _lz4, _unlz4)}
@@ -80,8 +80,8 @@ _BY_NUMBER = {codec.number: codec for codec in CODECS.values()}
 
 
 @cache
-def _is_here(library: str) -> bool:
-    """Whether it can be imported: one may be there that was built for another Python."""
+def _can_import(library: str) -> bool:
+    # A library may be installed and still fail to import, because it was built for another Python.
     try:
         import_module(library)
     except Exception:
@@ -89,59 +89,58 @@ def _is_here(library: str) -> bool:
     return True
 
 
-def codecs_here() -> int:
-    """What this process can decode: a bit for each codec."""
-    return sum(1 << codec.number for codec in CODECS.values() if _is_here(codec.library))
+def available_codecs() -> int:
+    """The codecs that this process can decode, one bit each."""
+    return sum(1 << codec.number for codec in CODECS.values() if _can_import(codec.library))
 
 
 def check_codec(name: str | None, delta: bool = False) -> None:
-    """Raise ValueError if there is no such codec, ImportError if its library is not installed, TypeError if ``delta``
-    is no boolean. None is fine."""
+    """Check the options ``compress`` and ``delta``. Raises ValueError if there is no such codec, ImportError if its
+    library is not installed, TypeError if ``delta`` is no boolean."""
     if not isinstance(delta, bool):
         raise TypeError(f"delta must be True or False, not {delta!r}")
     if name is None:
         return
     if name not in CODECS:
         raise ValueError(f"compress must be one of {sorted(CODECS)}, or None, not {name!r}")
-    if not _is_here(CODECS[name].library):
+    if not _can_import(CODECS[name].library):
         raise ImportError(
             f"compress={name!r} needs {CODECS[name].library}, which is not installed: pip install 'asyncsync[compress]'"
         )
 
 
 def is_decodable(name: str, codecs: int) -> bool:
-    """Whether one who has said :func:`codecs_here` can decode it."""
+    """Whether a worker with these :func:`available_codecs` can decode this codec."""
     return bool(codecs >> CODECS[name].number & 1)
 
 
-def encode_piece(data: Buffer, name: str, item: int) -> bytes | None:
-    """The bytes encoded by this codec, for :func:`decode_piece`; None: they get no smaller. ``item``: the size of the
-    numbers in there, a power of two up to 16. Any thread."""
+def encode_piece(data: Buffer, name: str, item_size: int) -> bytes | None:
+    """Encode bytes with this codec, for :func:`decode_piece`. None: they would not get smaller. ``item_size``: the size
+    in bytes of the numbers in the data, a power of two up to 16. Any thread may call this."""
     codec, whole = CODECS[name], np.frombuffer(data, np.uint8)
-    compressed = codec.compress(_turned(whole, len(whole) // item, item).data)
+    compressed = codec.compress(_transposed(whole, len(whole) // item_size, item_size).data)
     if len(compressed) + 1 >= len(whole):
         return None
-    return bytes([codec.number << 4 | item.bit_length() - 1]) + compressed
+    return bytes([codec.number << 4 | item_size.bit_length() - 1]) + compressed
 
 
 def decode_piece(data: Buffer, size: int) -> Bytes:
-    """The ``size`` bytes that were encoded, from an untrusted peer. Never allocates more than that; the caller has
-    checked the size. Raises ProtocolError where it is not what :func:`encode_piece` makes."""
-    whole = np.frombuffer(data, np.uint8)
-    head = int(whole[0]) if len(whole) else 0
-    codec, item = _BY_NUMBER.get(head >> 4), 1 << (head & 15)
-    if codec is None or item > MAX_ITEM:
+    """Decode a piece of ``size`` bytes from an untrusted peer. No allocation here is larger than ``size``, which the
+    caller has checked. Raises ProtocolError if :func:`encode_piece` cannot have made the data."""
+    head = data[0] if len(data) else 0
+    codec, item_size = _BY_NUMBER.get(head >> 4), 1 << (head & 15)
+    if codec is None or item_size > MAX_ITEM_SIZE:
         raise ProtocolError(f"bytes that are encoded in an unknown way: {head}")
-    if not _is_here(codec.library):
+    if not _can_import(codec.library):
         raise ProtocolError(f"compressed bytes for {codec.library}, which is not installed here")
     plain = codec.decompress(memoryview(data)[1:], size)
     if len(plain) != size:
         raise ProtocolError(f"{len(plain)} compressed bytes where there should be {size}")
-    return _turned(np.frombuffer(plain, np.uint8), item, len(plain) // item)
+    return _transposed(np.frombuffer(plain, np.uint8), item_size, len(plain) // item_size)
 
 
-def _turned(data: Bytes, rows: int, columns: int) -> Bytes:
-    """Transposed, as a table of so many rows and columns of bytes; what is left over stays at the end."""
+def _transposed(data: Bytes, rows: int, columns: int) -> Bytes:
+    """Transpose the bytes as a table of ``rows`` × ``columns``. Bytes behind the table stay at the end."""
     if rows < 2 or columns < 2:
         return data
     result, whole = np.empty_like(data), rows * columns
@@ -151,26 +150,25 @@ def _turned(data: Bytes, rows: int, columns: int) -> Bytes:
 
 
 class Encoded(NamedTuple):
-    """A piece as it travels.
+    """A piece in the form in which it travels.
 
     Attributes:
-        payload: the encoded bytes; empty: they are those of the base; None: the bytes themselves are shorter.
-        crc: CRC-32 of the bytes themselves.
-        base: Adler-32 of the base's; None: the base does not matter. (A CRC would tell the same as the other one:
-            that of an exclusive or is the exclusive or of both.)
+        payload: the encoded bytes. Empty: the piece equals the base's. None: the piece travels unencoded.
+        crc: CRC-32 of the unencoded bytes.
+        base_checksum: Adler-32 of the base's bytes; None: decoding needs no base. It is no CRC, because the CRC of an
+            exclusive or follows from the two CRCs, so a second CRC would not detect more errors than the first.
     """
 
     payload: bytes | None
     crc: int
-    base: int | None
+    base_checksum: int | None
 
 
 class Encoding:
-    """A slab in pieces of ``size`` bytes, encoded for workers that can decode ``codec`` (empty: compress nothing) and
-    have the bytes of ``base``; None: they need not have any.
+    """A slab in pieces of ``size`` bytes, encoded for workers that can decode ``codec`` and have the bytes of ``base``.
 
-    :meth:`encode` runs in any thread, everything else where the slab is used. While it has ``users``, it has a
-    reference to each of both slabs for each of them; its slab's owner keeps it longer.
+    With an empty ``codec`` nothing is compressed. With ``base=None`` the workers need no base. :meth:`encode` runs in
+    any thread, everything else in the slab's thread. Each of its ``users`` holds a reference to both slabs.
     """
 
     def __init__(self, slab: Slab, base: Slab | None, codec: str, size: int) -> None:
@@ -181,67 +179,67 @@ class Encoding:
         self.users = 0
         self.pieces: dict[int, Encoded] = {}
         self._codec = codec
-        self._wanted: set[int] = set()
+        self._claimed: set[int] = set()
 
-    def join(self) -> None:
+    def add_user(self) -> None:
         self.users += 1
         self.slab.retain()
         if self.base is not None:
             self.base.retain()
 
-    def leave(self) -> None:
+    def remove_user(self) -> None:
         self.users -= 1
         if not self.users:
-            self._wanted.clear()
+            self._claimed.clear()
         self.slab.release()
         if self.base is not None:
             self.base.release()
 
-    def want(self, index: int) -> bool:
-        """Whether this piece has still to be encoded, and nobody has wanted it before."""
-        if index in self.pieces or index in self._wanted:
+    def claim(self, index: int) -> bool:
+        """Whether the caller must have this piece encoded. False: it is encoded, or another caller has claimed it."""
+        if index in self.pieces or index in self._claimed:
             return False
-        self._wanted.add(index)
+        self._claimed.add(index)
         return True
 
-    def _item(self, start: int, stop: int) -> int:
-        """The item size in the middle of these bytes: any will do, the right one compresses best."""
+    def _item_size(self, start: int, stop: int) -> int:
+        """The item size in the middle of these bytes. Any size works, but the right one compresses best."""
         entries = self.slab.layout.entries
         after = bisect_right(entries, (start + stop) // 2, key=attrgetter("offset"))
-        return min(entries[after - 1].dtype.itemsize, MAX_ITEM)
+        return min(entries[after - 1].dtype.itemsize, MAX_ITEM_SIZE)
 
     def encode(self, index: int) -> None:
         start = index * self.size
         stop = min(start + self.size, self.slab.nbytes)
         data = np.frombuffer(self.slab.memory[start:stop], np.uint8)
-        crc, item, base = zlib.crc32(data.data), self._item(start, stop), None
+        crc, item_size, base_checksum = zlib.crc32(data.data), self._item_size(start, stop), None
         if self.base is not None:
             before = np.frombuffer(self.base.memory[start:stop], np.uint8)
-            base = zlib.adler32(before.data)
-            if (changed := data ^ before).any():
-                data = changed
-            else:
-                self.pieces[index] = Encoded(b"", crc, base)
+            base_checksum = zlib.adler32(before.data)
+            data = data ^ before
+            if not data.any():
+                self.pieces[index] = Encoded(b"", crc, base_checksum)
                 return
-        payload = encode_piece(data.data, self._codec, item) if self._codec else None
-        self.pieces[index] = Encoded(payload, crc, None if payload is None else base)
+        payload = encode_piece(data.data, self._codec, item_size) if self._codec else None
+        self.pieces[index] = Encoded(payload, crc, None if payload is None else base_checksum)
 
-    def leave_as_it_is(self, index: int) -> None:
+    def send_unencoded(self, index: int) -> None:
+        """Let this piece travel unencoded, after :meth:`encode` has failed."""
         self.pieces[index] = Encoded(None, 0, None)
 
 
 def encoding_of(slab: Slab, base: Slab | None, codec: str, size: int) -> Encoding:
-    """The encoding of this slab for those who have this base; always the same one, as long as the slab is used."""
+    """The encoding of this slab for workers with this base. It is made once, and the slab keeps it while it is used."""
     known: dict[Any, Encoding] = slab.encodings
-    key = id(base) if base is not None else 0, codec, size
+    key = id(base), codec, size
     if key not in known:
         known[key] = Encoding(slab, base, codec, size)
     return known[key]
 
 
 def decode_onto(payload: Buffer, size: int, base: Bytes | None) -> memoryview:
-    """The bytes of a piece: from its payload, of ``size`` bytes decoded, and those of its base. Raises ProtocolError
-    as :func:`decode_piece`."""
+    """Decode a piece of ``size`` bytes: from its payload, and the bytes of its base if it needs one. Raises
+    ProtocolError like :func:`decode_piece`."""
     if not len(payload):
         assert base is not None
         return base.data

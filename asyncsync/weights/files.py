@@ -1,7 +1,7 @@
-"""Weights in safetensors files, which hold tensors and texts and no code: each is written whole or not at all.
+"""Read and write safetensors files. They hold tensors and text but no code. A file is written whole or not at all.
 
-Every name has bytes of its own: tied weights are written once per name, as the format forbids shared ones. The
-safetensors package is an optional one; who calls this has looked for it.
+Tied weights are written once for each name, because the format forbids shared bytes. The safetensors package is
+optional: the caller must have checked that it is installed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ METADATA = "__metadata__"  # the format's own name
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, whole or not at all: what is there under this name stays until all bytes are on the disk.
+    """Write a file, whole or not at all. An older file of this name stays until all bytes are on the disk.
 
     Args:
         path: of the file.
-        tensors: dense ones, on the CPU.
-        metadata: texts that are kept with them.
+        tensors: dense tensors on the CPU, by name.
+        metadata: text to store with them.
 
     Raises:
-        ValueError: the format has no such dtype or name, or the header is too large; nothing was written.
-        OSError: it cannot be written there; nothing is left behind.
+        ValueError: the format cannot store such a dtype or name, or the header is too large. Nothing was written.
+        OSError: the file cannot be written. Nothing is left behind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -54,13 +54,13 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes this one's place at the end: in a hidden directory beside it, which is locked
-    meanwhile, so that :func:`remove_half_written` leaves it alone."""
+    """Yield where to write a file that replaces the one at ``path`` when the block ends: in a hidden directory beside
+    it. The directory is locked, so that :func:`remove_half_written` does not remove it."""
     hidden = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     hidden.mkdir()
     try:
         with _opened(hidden) as directory:
-            with suppress(OSError):  # on a file system without locks nothing is removed, either
+            with suppress(OSError):  # where a file system has no locks, remove_half_written removes nothing
                 fcntl.flock(directory, fcntl.LOCK_EX)
             yield hidden / path.name
             with _opened(hidden / path.name) as file:
@@ -68,7 +68,7 @@ def _replacing(path: Path) -> Iterator[Path]:
             os.replace(hidden / path.name, path)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    # The file's new name, too, is to outlive the machine's next crash.
+    # Make sure that the file's new name survives a crash of the machine, too.
     with _opened(path.parent) as directory:
         os.fsync(directory)
 
@@ -83,19 +83,20 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def remove_half_written(path: Path) -> None:
-    """Remove what writers of this file have left that were killed."""
-    for half in path.parent.glob(f".{escape(path.name[:200])}.????????"):
-        with suppress(OSError), _opened(half) as directory:  # it is locked, or was completed meanwhile
+    """Remove the hidden directories of processes that were killed while they wrote this file."""
+    for hidden in path.parent.glob(f".{escape(path.name[:200])}.????????"):
+        # OSError: a writer holds the lock, or has finished in the meantime.
+        with suppress(OSError), _opened(hidden) as directory:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(half)
+            shutil.rmtree(hidden)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a file, in memory of the caller's own, and its metadata.
+    """Return copies of the tensors of a file, by name, and its metadata.
 
     Raises:
-        ValueError: it is no such file, or not whole.
-        OSError: it cannot be read.
+        ValueError: this is no safetensors file, or only a part of one.
+        OSError: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -104,4 +105,4 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
             names, metadata = file.keys(), file.metadata()
             return {name: file.get_tensor(name).clone() for name in names}, metadata or {}
     except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a safetensors file, or not whole: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error

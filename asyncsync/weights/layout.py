@@ -1,8 +1,8 @@
-"""Layout: what the weights of one version are, and where each tensor lies in a slab.
+"""Layout: which tensors a version has, and where each of them lies in a slab.
 
-A :class:`Layout` is the packing table (key paths, dtypes, shapes, offsets, ties). It crosses the wire once per
-connection; afterwards its 16-byte digest stands for it. Offsets are derived from dtypes and shapes on both sides, so a
-peer cannot claim overlapping or misaligned ones.
+A :class:`Layout` is a table of key paths, dtypes, shapes, offsets and ties. It crosses the wire once per connection;
+afterwards its 16-byte digest stands for it. Both sides compute the offsets from dtypes and shapes, so a peer cannot
+claim overlapping or misaligned ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_ar
 
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000
-MAX_ITEMS = 8 * MAX_ENTRIES  # of an encoded one: parts of names, numbers of shapes
+MAX_ITEMS = 8 * MAX_ENTRIES  # msgpack items in an encoded layout: parts of paths, numbers in shapes
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 8 << 20
 MAX_VALUE_ITEMS = 1 << 17
@@ -37,12 +37,12 @@ MAX_VALUE_DEPTH = 64
 MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
-_TENSOR, _ARRAY, _NUMBER = _EXTENSIONS = (1, 2, 3)  # in values: a tensor, a NumPy array, a number of NumPy's
+_TENSOR, _ARRAY, _NUMBER = _EXTENSIONS = (1, 2, 3)  # msgpack types in values: a tensor, a NumPy array, a NumPy number
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored tensor, contiguous: where it lies in the slab and what it is."""
+    """One tensor in a slab, stored contiguously: what it is, and where it lies."""
 
     path: Path
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Entry:
     nbytes: int
 
     def tensor(self, memory: Any) -> torch.Tensor:
-        """This tensor in the memory of a slab, which it keeps alive; in a storage of its own."""
+        """This tensor as a view of a slab's memory. It has a storage of its own, and keeps the memory alive."""
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         count = self.nbytes // self.dtype.itemsize
@@ -60,18 +60,17 @@ class Entry:
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins in the whole one, and the shape of that."""
+"""Of a part of a tensor: where it begins in the whole tensor, and the shape of the whole tensor."""
 
 
 class Layout:
-    """The packing table of one schema, for slabs of ``nbytes`` bytes.
+    """Which tensors a slab of ``nbytes`` bytes holds, and where.
 
     Attributes:
         entries: the stored tensors, in slab order.
-        aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
-        value_paths: key paths of the msgpack values, which are extra state and ride in the instruction.
-        boxes: of the entries that are parts of larger tensors, by index: where each begins in the whole tensor, and the
-            shape of that.
+        aliases: ``{path: index of the entry}`` for further names of tied tensors, which are stored once.
+        value_paths: key paths of extra state that is no tensor. Its msgpack bytes travel in the UPDATE.
+        boxes: ``{index of the entry: box}`` for entries that are parts of larger tensors.
         digest: 16 bytes that stand for the layout once both sides know it.
     """
 
@@ -128,12 +127,12 @@ class Layout:
 
     @classmethod
     def of(cls, flat: FlatWeights) -> Layout:
-        """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
+        """The layout of these weights. It stores a tied tensor once, and tensors of equal trailing shape side by side.
 
-        Raises TypeError if a tensor has no plain bytes, as it is sparse, quantised, nested, distributed or of a class
-        that needs more than bytes, or a value cannot be sent; ValueError if a tensor has no values, as it is meta
-        or lazy or its memory has gone, two keys have the same dotted name, or a name is no text; LimitExceeded if a
-        value or the whole is too large.
+        Raises TypeError if a tensor's bytes are not its values (it is sparse, quantised, nested, distributed or of
+        another such class), or if a value cannot be sent; ValueError if a tensor has no values (it is meta or lazy, or
+        its memory is gone), two keys have the same dotted name, or a name has surrogates; LimitExceeded if a value or
+        the layout is too large.
         """
         seen: dict[Any, Path] = {}
         ties: dict[Path, Path] = {}
@@ -146,19 +145,19 @@ class Layout:
                     ties[path] = first
                     continue
             schema.append((path, tensor.dtype, tuple(tensor.shape)))
-        # Runs of equal dtype and trailing shape are packed by one call; the order is otherwise free.
+        # Both sides only need the same order. This one keeps tensors of equal dtype and trailing shape together.
         schema.sort(key=lambda e: (NAMES[e[1]], len(e[2]) == 0, e[2][1:]))
         index = {path: i for i, (path, _, _) in enumerate(schema)}
         pack_values(flat.values)
         layout = cls(schema, {path: index[first] for path, first in ties.items()}, flat.values)
         if len(layout.encoded) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
-        check_structure(layout.encoded, max_depth=4, max_items=MAX_ITEMS)  # as receivers do
+        check_structure(layout.encoded, max_depth=4, max_items=MAX_ITEMS)  # as decode() does
         return layout
 
     def arrange(self, flat: FlatWeights) -> list[torch.Tensor] | None:
-        """The stored tensors in slab order; None unless these weights have exactly this schema, ties included. This is
-        the cheap check at every publication."""
+        """The stored tensors in slab order. None: these weights do not have exactly this layout, ties included. Every
+        publication calls this, so it must be cheap."""
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return None
         tensors = flat.tensors
@@ -172,20 +171,20 @@ class Layout:
                     check_source(dotted(path), tensor)
             stored = [found[i] for i in filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))
-            if 0 in pointers:  # no memory: meta, distributed
+            if 0 in pointers:  # meta and distributed tensors have no memory
                 return None
-            # One memory, yet several entries: fine as long as they see it differently.
+            # Several entries may share memory, for example as a tensor and its transpose, but must not be tied.
             if len(set(pointers)) != len(pointers) and len(set(map(place_of, stored))) != len(stored):
                 return None
             tied = all(place_of(tensors[p]) == place_of(found[i]) for p, i in self.aliases.items())
         except (KeyError, RuntimeError, TypeError, ValueError):
-            # A key is gone, torch knows no shape or memory of such a tensor, or it cannot be sent: `of` says why.
+            # A key is gone, torch knows no shape or memory of a tensor, or it cannot be sent: Layout.of raises that.
             return None
         return found if tied else None
 
     @cached_property
     def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int], list[int]]:
-        """Paths, shapes, dtypes and sizes of the entries, and which entries have any bytes."""
+        """Paths, shapes, dtypes and sizes of the entries, and the indices of those that have any bytes."""
         entries = self.entries
         sizes = [e.nbytes for e in entries]
         filled = [i for i, size in enumerate(sizes) if size]
@@ -193,17 +192,17 @@ class Layout:
 
     @property
     def paths(self) -> list[Path]:
-        """Every key path: stored, tied, and values."""
+        """All key paths: of entries, of their aliases, and of values."""
         return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
 
     @cached_property
     def index(self) -> dict[Path, int]:
-        """Which entry the tensor of each key path is; tied ones are one."""
+        """The index of the entry for each key path of a tensor. Tied paths have the same one."""
         return {e.path: i for i, e in enumerate(self.entries)} | self.aliases
 
     @cached_property
     def encoded(self) -> bytes:
-        """The layout as it travels, in msgpack."""
+        """The layout as it travels, as msgpack bytes."""
         entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]
         aliases = [[list(path), i] for path, i in self.aliases.items()]
         boxes = [[i, list(begins), list(whole)] for i, (begins, whole) in sorted(self.boxes.items())]
@@ -217,15 +216,15 @@ class Layout:
 
     @classmethod
     def decode(cls, blob: bytes | memoryview, digest: bytes) -> Layout:
-        """Read a layout from an untrusted peer. Raises LimitExceeded if it is larger, deeper or has more entries than
-        accepted, ProtocolError for anything else that is wrong with it, a digest that does not match included."""
+        """Read a layout from an untrusted peer. Raises LimitExceeded if it is too large or too deep or has too many
+        entries, and ProtocolError if anything else is wrong with it; for example, it does not match the digest."""
         if len(blob) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(blob)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         if hashlib.blake2b(blob, digest_size=16).digest() != digest:
             raise ProtocolError("a layout does not match its digest")
         check_structure(blob, max_depth=4, max_items=MAX_ITEMS)
         try:
-            layout = cls._build(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
+            layout = cls._from_raw(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a malformed layout: {error!s:.200}") from error
         if layout.encoded != bytes(blob):
@@ -233,8 +232,8 @@ class Layout:
         return layout
 
     @classmethod
-    def _build(cls, raw: Any) -> Layout:
-        # What is not checked here raises one of the errors that decode catches, or is encoded in another way again.
+    def _from_raw(cls, raw: Any) -> Layout:
+        # Other malformed input raises an error that decode() catches, or does not encode to the same bytes again.
         version, entries, aliases, values, *boxes = raw
         if version != 1:
             raise ProtocolError(f"a layout of unknown version {version!r:.100}")
@@ -242,36 +241,36 @@ class Layout:
         for path, dtype, shape in entries:
             if dtype not in DTYPES:
                 raise ProtocolError(f"a layout with the dtype {dtype!r:.100}, which is not on the allow-list")
-            if not _is_shape(shape, DTYPES[dtype].itemsize):
+            if not _is_acceptable_shape(shape, DTYPES[dtype].itemsize):
                 raise ProtocolError(f"a layout with the shape {shape!r:.100}")
             schema.append((tuple(path), DTYPES[dtype], tuple(shape)))
-        places = {}
+        box_of = {}
         for i, begins, whole in boxes[0] if boxes else ():
-            if not _is_shape(begins, 1) or not _is_shape(whole, schema[i][1].itemsize):
+            if not _is_acceptable_shape(begins, 1) or not _is_acceptable_shape(whole, schema[i][1].itemsize):
                 raise ProtocolError(f"a layout with the box {begins!r:.100} in {whole!r:.100}")
-            places[i] = tuple(begins), tuple(whole)
+            box_of[i] = tuple(begins), tuple(whole)
         ties = {tuple(path): i for path, i in aliases}
-        for i in (*ties.values(), *places):
+        for i in (*ties.values(), *box_of):
             if type(i) is not int or not 0 <= i < len(schema):
                 raise ProtocolError(f"a layout with a tie or a box of entry {i!r:.100} of {len(schema)}")
-        return cls(schema, ties, map(tuple, values), places)
+        return cls(schema, ties, map(tuple, values), box_of)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.paths)} keys, {self.nbytes} bytes, {self.digest.hex()[:8]})"
 
 
-def _is_shape(raw: list[Any], itemsize: int) -> bool:
+def _is_acceptable_shape(raw: list[Any], itemsize: int) -> bool:
     if len(raw) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in raw):
         return False
-    # The strides of an empty tensor are as large as the rest of its shape says, and must be numbers, too.
+    # Count zeros as ones: the strides of an empty tensor come from its other dimensions, and must be 64-bit numbers.
     size: int = math.prod(n for n in raw if n) * itemsize
     return size <= MAX_SLAB_BYTES
 
 
 def pack_values(values: Mapping[Path, Any]) -> bytes:
-    """The msgpack bytes of values, tensors and NumPy arrays in them included. Raises TypeError if one cannot be sent,
-    ValueError if a tensor in it has no values, LimitExceeded if they are larger, deeper or have more items than the
-    receiver accepts."""
+    """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it. Raises TypeError if something
+    in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is larger or deeper, or has
+    more items, than workers accept."""
     packed = [msgpack.Packer().pack_array_header(len(values))]
     for path, value in values.items():
         name = dotted(path)
@@ -282,28 +281,28 @@ def pack_values(values: Mapping[Path, Any]) -> bytes:
         except LimitExceeded as error:
             message = f"the value of {name!r} cannot be sent: {error}; make it a tensor, or {remedy}"
             raise LimitExceeded(message) from None
-        except _Unsendable as error:
+        except _UnsendableTensor as error:
             raise type(error.reason)(f"{error.reason}; or {remedy}") from error.reason
         except (TypeError, ValueError, OverflowError, ProtocolError) as error:
-            what = f"the value of {name!r} is neither a tensor nor something msgpack can carry"
+            what = f"the value of {name!r} is neither a tensor nor a value that msgpack can carry"
             raise TypeError(f"{what}: {error}; {remedy}") from error
     if len(blob := b"".join(packed)) > MAX_VALUE_BYTES:
         raise LimitExceeded(
-            f"the values of {', '.join(map(repr, map(dotted, values)))} have {len(blob)} bytes together, and "
-            f"{MAX_VALUE_BYTES} are possible; leave some out with exclude="
+            f"the values of {', '.join(map(repr, map(dotted, values)))} have {len(blob)} bytes together; the limit is "
+            f"{MAX_VALUE_BYTES}. Leave some out with exclude="
         )
     return blob
 
 
-class _Unsendable(Exception):
-    """A tensor in a value cannot be sent, for this ``reason``."""
+class _UnsendableTensor(Exception):
+    """A tensor in a value cannot be sent. The message of ``reason`` names it, unlike msgpack's own errors."""
 
     def __init__(self, reason: Exception) -> None:
         self.reason = reason
 
 
 def _pack_tensor(name: str, value: Any) -> Any:
-    """What msgpack is to carry in place of a value that it does not know."""
+    """Replace a value that msgpack cannot encode by one that it can."""
     if isinstance(value, TensorDictBase):
         return value.to_dict()
     if isinstance(value, NonTensorData):
@@ -314,7 +313,7 @@ def _pack_tensor(name: str, value: Any) -> Any:
         tensor = value if isinstance(value, torch.Tensor) else from_array(value, name)
         check_source(name, tensor)
     except (TypeError, ValueError) as error:
-        raise _Unsendable(error) from None
+        raise _UnsendableTensor(error) from None
     own = clone(tensor).cpu()
     body = msgpack.packb([NAMES[own.dtype], list(own.shape), memory_of(own)])
     kind = _TENSOR if tensor is value else _ARRAY if isinstance(value, np.ndarray) else _NUMBER
@@ -324,10 +323,10 @@ def _pack_tensor(name: str, value: Any) -> Any:
 def _unpack_tensor(kind: int, body: bytes) -> Any:
     check_structure(body, max_depth=2, max_items=MAX_DIMENSIONS + 4)
     dtype, shape, data = msgpack.unpackb(body)
-    if dtype not in DTYPES or not isinstance(shape, list) or not _is_shape(shape, DTYPES[dtype].itemsize):
+    if dtype not in DTYPES or not isinstance(shape, list) or not _is_acceptable_shape(shape, DTYPES[dtype].itemsize):
         raise ProtocolError("malformed values: a tensor of unknown dtype or shape")
     if not isinstance(data, bytes) or len(data) != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise ProtocolError("malformed values: a tensor with fewer or more bytes than its shape says")
+        raise ProtocolError("malformed values: the bytes of a tensor do not match its shape")
     with normal_tensors():
         tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
         memory_of(tensor)[:] = data
@@ -335,12 +334,12 @@ def _unpack_tensor(kind: int, body: bytes) -> Any:
 
 
 def unpack_values(blob: bytes | memoryview, layout: Layout) -> dict[Path, Any]:
-    """The msgpack values that came with an update. Raises ProtocolError if they are not what the layout announces."""
+    """Decode the extra state of an update. Raises ProtocolError if it is malformed or does not match the layout."""
     if not layout.value_paths and not len(blob):
         return {}
     values = _read_values(blob)
     if not isinstance(values, list) or len(values) != len(layout.value_paths):
-        raise ProtocolError("an update whose values are not those that its layout announces")
+        raise ProtocolError("the values of an update do not match its layout")
     return dict(zip(layout.value_paths, values, strict=True))
 
 

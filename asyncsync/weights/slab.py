@@ -1,7 +1,7 @@
 """Slab: the weights of one version as one contiguous, 64-byte-aligned byte buffer.
 
-A :class:`Slab` has a typed view per entry of its layout. :func:`asyncsync.weights.packing.pack` fills it, a
-:class:`SlabPool` hands it out, and takes it back when nothing can touch it any more.
+A :class:`Slab` has a typed view for each entry of its layout. A :class:`SlabPool` hands out slabs, and takes them back
+when nothing can touch them any more. :func:`asyncsync.weights.packing.pack` fills them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
 from asyncsync.weights.tree import Path, nest
 
-# Slabs of at least so many bytes are mappings of their own, which go back to the system at once. Those that come and go
-# in malloc's heap while a worker reads would tear it into pieces: a worker of 12 MiB grew by 250 MiB.
+# From this size on, a slab is a mapping of its own, which goes back to the system at once. In malloc's heap, slabs that
+# come and go while a worker reads would fragment it: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20
-# To copy more takes longer than to hear from pyzmq's collector thread that libzmq has released them.
+# Copying more takes longer than waiting for pyzmq's collector thread to report that libzmq has released the bytes.
 COPIED_BYTES = 256 << 10
 
-# Where memory that slabs use again begins and ends, in which Parameters may lie meanwhile. By a token: another mapping
-# may be at the same address by the time this one is known to have ended.
-FOREIGN: dict[object, tuple[int, int]] = {}
+# Begin and end of each memory range that slabs reuse and in which Parameters may lie. The keys are tokens, not
+# addresses: when the end of a mapping is noticed, another one may already have its address.
+SLAB_RANGES: dict[object, tuple[int, int]] = {}
 
 
-def is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that a slab uses again: another process's, or this one's."""
+def lies_in_slab(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that a slab will reuse, which may be another process's."""
     if not tensor.is_cpu:
         return False
     address = tensor.untyped_storage().data_ptr()
-    for begin, end in list(FOREIGN.values()):  # noqa: SIM110 (called for every Parameter)
+    for begin, end in list(SLAB_RANGES.values()):  # noqa: SIM110 (called for every Parameter)
         if begin <= address < end:
             return True
     return False
@@ -46,38 +46,39 @@ def is_foreign(tensor: torch.Tensor) -> bool:
 class Slab:
     """The weights of one version, packed. Reference-counted; goes back to its pool when nothing can touch it.
 
-    A slab is written once, by its owner, before anybody else sees it, and is constant from then on.
+    The owner writes a slab once, before any other code sees it. After that it is constant.
 
     Attributes:
-        values: the msgpack values, encoded; they ride in the instruction.
-        descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
-        leased: workers read this very memory, and it is leased to them until they release it; see
+        values: the msgpack bytes of extra state that is no tensor. They travel in the UPDATE.
+        descriptor: tells workers where a transport finds the bytes; None: the bytes travel as chunks.
+        leased: workers read this very memory, which they lease until they release it; see
             :mod:`asyncsync.protocol.targets`.
-        mapped: such a slab that workers do not copy out: they read it where it is until they have something newer.
-        may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
+        read_in_place: workers use this leased memory until they have a newer version, instead of copying it at once.
+        may_hold_parameters: a model's Parameters may have their memory here, because writes stay in this process.
         holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
-        exposed: a user's code had views of the slab, and may have written them.
+        exposed: user code had views of the slab, and may have written to them.
         on_release: called when the last reference is released.
-        origin: in a tree, the version at its root that this one stands for; None: it is the root's own.
-        packed: how many of its bytes are there already; all, except while it is packed behind a transfer.
-        base: version and slab of what was published to everybody before it, for workers that have that; see
-            :meth:`follow`.
-        encodings: what its bytes are as fewer, while it is used; see :mod:`asyncsync.weights.encoding`.
-        streamable: workers that cannot open what the descriptor names get its bytes as chunks.
+        origin: in a tree, the version at its root that this one stands for; None: this process is the root.
+        packed: how many bytes are packed. This is less than ``nbytes`` only while packing and sending overlap.
+        base: the version published to all workers before this one, and its slab. Workers that have it can be sent the
+            difference.
+        encodings: its encoded pieces, while it is used; see :mod:`asyncsync.weights.encoding`.
+        streamable: workers that cannot open the memory named by the descriptor get the bytes as chunks.
         source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.transfer`.
-        forks: see :meth:`show_to_children`.
+        is_shared_by_fork: forked children see the same memory. So it is not reused after a fork, because a child may
+            read it as long as it lives.
     """
 
     leased = False
-    mapped = False
+    read_in_place = False
     may_hold_parameters = False
     holds_parameters = False
     holds_all_parameters = False
     exposed = False
     streamable = False
+    is_shared_by_fork = False
     source = 0
     origin: int | None = None
-    forks: int | None = None
     base: tuple[int, Slab] | None = None
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
@@ -96,10 +97,11 @@ class Slab:
         self._pieces: list[memoryview] | None = None
         self._contents: bytes | None = None
         self.encodings: dict[Any, Any] = {}
+        self.forks = forks  # how often this process had forked when this slab was made, or reused last
 
     @classmethod
     def of(cls, layout: Layout) -> Slab:
-        """One of no pool; its content is undefined."""
+        """A slab without a pool. Its content is undefined."""
         return Slab(layout, _allocate(layout.nbytes, pinned=False))
 
     @property
@@ -108,12 +110,12 @@ class Slab:
 
     @property
     def sent(self) -> torch.Tensor:
-        """The bytes as they are sent, or have come."""
+        """The bytes as they were sent, even if this process has written into :attr:`buffer` since."""
         return self.buffer
 
     @property
     def streamed(self) -> int:
-        """Bytes that travel as chunks: all, unless a transport's descriptor says where they can be fetched."""
+        """How many bytes travel as chunks: all, or none if there is a descriptor."""
         return self.nbytes if self.descriptor is None else 0
 
     @property
@@ -121,7 +123,7 @@ class Slab:
         if self._views is None:
             entries = self.layout.entries
             with normal_tensors():
-                # One operation for each: with a thousand tensors, their views take longer than to copy their bytes.
+                # One operation per view: of a thousand tensors, the views take longer to make than the bytes to copy.
                 typed = {dtype: self.buffer.view(dtype) for dtype in {e.dtype for e in entries}}
                 begin = self.buffer.storage_offset()
                 self._views = [
@@ -149,24 +151,25 @@ class Slab:
         return nest(self.tensors(), unpack_values(self.values, self.layout))
 
     def reserve(self) -> None:
-        """Have memory for all bytes, before anything but :meth:`write` writes them. Raises MemoryError. Any thread."""
+        """Make sure that there is memory for all bytes. Must be called before anything but :meth:`write` writes them.
+        Raises MemoryError. Any thread may call it."""
 
     def fill(self, tensors: list[torch.Tensor], start: int = 0) -> None:
-        """Copy the tensors, one per entry of the layout, to where they belong, from the entry ``start`` on. Any
-        thread."""
+        """Copy tensors, one per entry of the layout, into the slab, from the entry ``start`` on. Any thread may call
+        it."""
         copy_tensors(self.views[start:], tensors[start:])
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes that have come where they belong. Raises MemoryError where there is none for them."""
+        """Write received bytes. Raises MemoryError if there is no memory for them."""
         self.memory[offset : offset + len(data)] = data
 
     def copy_to(self, other: Slab) -> None:
-        """Give another slab of the same layout what was sent."""
+        """Copy :attr:`sent` and the values into another slab of the same layout."""
         copy_tensors([other.buffer], [self.sent])
         other.values = self.values
 
     def copy(self) -> Slab:
-        """An independent slab with the same content, of no pool."""
+        """An independent slab, without a pool, that holds what was sent."""
         twin = Slab.of(self.layout)
         self.copy_to(twin)
         return twin
@@ -179,44 +182,43 @@ class Slab:
         self.references -= 1
         if self.references:
             return
-        self.forget()
+        self.forget_contents()
         callback, self.on_release, self.descriptor = self.on_release, None, None
         if callback is not None:
             callback()
         if self.pool is not None:
             self.pool.released(self)
 
-    def follow(self, version: int, slab: Slab) -> None:
-        """Keep that slab, of this version, as the base of what is sent of this one."""
+    def set_base(self, version: int, slab: Slab) -> None:
+        """Keep the slab of an earlier version as :attr:`base`, if it has the same layout."""
         if slab.layout.digest == self.layout.digest:
             self.base = version, slab.retain()
 
-    def stand_alone(self) -> None:
+    def drop_base(self) -> None:
         base, self.base = self.base, None
         if base is not None:
             base[1].release()
 
-    def forget(self) -> None:
-        """Keep nothing that was made of its bytes, which are to be others."""
+    def forget_contents(self) -> None:
+        """Drop everything that was derived from the bytes, because they will change."""
         self._contents = None
         if self.encodings:
             self.encodings = {}
         if self.base is not None:
-            self.stand_alone()
+            self.drop_base()
 
     def export(self, start: int, stop: int) -> memoryview:
-        """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
-        piece, a part of it, or a socket holds it."""
-        # A fresh array per piece, which all views of it refer to: the array's end of life tells that none is left.
+        """A piece of the slab, for a zero-copy send or for user code to write to. The slab is not reused as long as
+        anything, such as a socket, refers to the piece or to a part of it."""
+        # All views of the piece refer to this new array. So it is finalized when the last of them is gone.
         piece = self.sent.numpy()[start:stop]
         if self.pool is not None:
-            self.pool.exported(self)
-            weakref.finalize(piece, self.pool.returned, self).atexit = False
+            self.pool.lend(self, piece)
         return piece.data
 
     def contents(self) -> bytes | memoryview:
-        """All bytes, to ride in instructions. Few are copied, once however often this is called; of many, it is a view
-        as :meth:`export` has."""
+        """All bytes, to send them with an UPDATE. A small slab is copied once, and the copy is cached. Of a large slab,
+        this is :meth:`export`."""
         assert self.packed == self.nbytes
         if self.nbytes > COPIED_BYTES:
             return self.export(0, self.nbytes)
@@ -224,12 +226,8 @@ class Slab:
             self._contents = bytes(self.memory)
         return self._contents
 
-    def show_to_children(self) -> None:
-        """Of memory that forked children share: do not use it again after a fork, as a child may read it for ever."""
-        self.forks = forks
-
     def reuse(self, layout: Layout) -> None:
-        """Start again, as a slab of another layout of the same size."""
+        """Prepare a slab from the pool for new content, with a layout of the same size."""
         if layout is not self.layout and layout.digest != self.layout.digest:
             self._views = self._pieces = None
         self.layout = layout
@@ -237,14 +235,16 @@ class Slab:
         self.values = b""
         self.origin = None
         self.packed = layout.nbytes
+        self.forks = forks
 
 
 class SlabPool:
-    """Slabs that can be used again. Allocating a large buffer, and faulting it in, costs more than copying into it.
+    """Reuses slabs, because allocating a large buffer and touching its pages for the first time costs more than copying
+    into it.
 
-    A pool has at most one ``spare`` slab. A slab whose bytes a socket still holds is *draining*. ``slabs``
-    counts those that hold memory: ``used``, draining and spare; ``peak`` is the most there have ever been at once.
-    ``on_idle`` is called when a slab has drained, in whichever thread released its last piece.
+    A pool keeps at most one ``spare`` slab. A released slab is *draining* as long as exported pieces of it exist.
+    ``slabs`` counts all that hold memory: ``used``, draining and spare. ``peak`` is the highest count so far.
+    ``on_idle`` is called when a slab has drained, in the thread that released its last piece.
     """
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
@@ -255,47 +255,47 @@ class SlabPool:
         self._draining: set[Slab] = set()
         self._closed = False
         self._lock = threading.Lock()
-        # Pieces come back in pyzmq's collector thread, or in a garbage collection that interrupts any line below, also
-        # one that holds the lock. So a piece that comes back is only noted, and counted when the lock is free.
-        self._came_back: deque[Slab] = deque()
+        # A piece may be returned in pyzmq's collector thread, or by a garbage collection that interrupts any line
+        # below, even under the lock. So it is put into this queue, and counted when the lock is free.
+        self._returned_pieces: deque[Slab] = deque()
 
     @property
     def slabs(self) -> int:
         return len(self.used) + len(self._draining) + (self.spare is not None)
 
-    def draining(self, nbytes: int) -> bool:
-        """True if no spare fits, but a slab of this size is about to come back."""
-        if not self._draining and not self._came_back:
+    def is_draining(self, nbytes: int) -> bool:
+        """Whether a slab of this size is draining, and the spare slab is not of this size."""
+        if not self._draining and not self._returned_pieces:
             return False
         self._count_returned()
         with self._lock:
-            fits = self.spare is not None and self.spare.buffer.numel() == nbytes
-            return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
+            fits = self.spare is not None and self.spare.nbytes == nbytes
+            return not fits and any(s.nbytes == nbytes for s in self._draining)
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether one more slab may be taken now: slots of shared memory have a limit."""
+        """Whether one more slab may be acquired now. Only the number of shared-memory slots is limited."""
         return True
 
     def __contains__(self, slab: Slab) -> bool:
         return slab.pool is self
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        """Whether :meth:`acquire` takes no time to speak of."""
+        """Whether :meth:`acquire` needs no expensive allocation."""
         return True
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         return Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
-        """A slab for this layout, with one reference; its content is undefined."""
+        """A slab for this layout, with one reference. Its content is undefined."""
         with self._lock:
             slab, self.spare = self.spare, None
-        if self._came_back:
+        if self._returned_pieces:
             self._count_returned()
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab.reuse(layout)
         else:
-            if slab is not None:  # its memory goes before the new one's comes
+            if slab is not None:  # free its memory before the new slab's is allocated
                 self._drop(slab)
                 slab = None
             slab = self._make(layout, pinned=pinned)
@@ -304,7 +304,7 @@ class SlabPool:
         return slab
 
     def close(self) -> None:
-        """Drop spare slabs, and every slab that comes back from now on."""
+        """Drop the spare slab, and from now on every slab that is released."""
         with self._lock:
             self.on_idle = None
             self._closed = True
@@ -313,12 +313,14 @@ class SlabPool:
             self._drop(spare)
         self._count_returned()
 
-    # Whoever takes the lock counts, after releasing it, what came back meanwhile.
+    # Each method that takes the lock then counts the pieces that were returned while it held the lock.
 
-    def exported(self, slab: Slab) -> None:
+    def lend(self, slab: Slab, piece: object) -> None:
+        """Do not reuse the slab until this piece of it, an object that refers to its memory, is deleted."""
         with self._lock:
             slab.exports += 1
         self._count_returned()
+        weakref.finalize(piece, self._piece_returned, slab).atexit = False
 
     def released(self, slab: Slab) -> None:
         with self._lock:
@@ -326,43 +328,43 @@ class SlabPool:
             if slab.exports:
                 self._draining.add(slab)
             else:
-                self._keep(slab)
-        if self._came_back:
+                self._recycle(slab)
+        if self._returned_pieces:
             self._count_returned()
 
-    def returned(self, slab: Slab) -> None:
-        self._came_back.append(slab)
+    def _piece_returned(self, slab: Slab) -> None:
+        self._returned_pieces.append(slab)
         self._count_returned()
 
     def _count_returned(self) -> None:
-        """Count the pieces that have come back; if the lock is taken, its holder counts them after releasing it."""
-        while self._came_back and self._lock.acquire(blocking=False):
+        """Count the pieces that were returned. If the lock is taken, its holder counts them after releasing it."""
+        while self._returned_pieces and self._lock.acquire(blocking=False):
             notify = None
             try:
-                while self._came_back:
-                    slab = self._came_back.popleft()
+                while self._returned_pieces:
+                    slab = self._returned_pieces.popleft()
                     slab.exports -= 1
                     if not slab.exports and slab in self._draining:
                         self._draining.discard(slab)
-                        self._keep(slab)
+                        self._recycle(slab)
                         notify = self.on_idle
             finally:
                 self._lock.release()
             if notify is not None:
                 notify()
 
-    def _keep(self, slab: Slab) -> None:
-        gone: Slab | None = slab
-        if not self._closed and slab.forks in (None, forks):
-            gone, self.spare = self.spare, slab
-        if gone is not None:
-            self._drop(gone)
+    def _recycle(self, slab: Slab) -> None:
+        dropped: Slab | None = slab
+        if not self._closed and not (slab.is_shared_by_fork and slab.forks != forks):
+            dropped, self.spare = self.spare, slab
+        if dropped is not None:
+            self._drop(dropped)
 
     def _drop(self, slab: Slab) -> None:
-        """A slab that will not be used again."""
+        """Free a slab that will not be used again. Here, the garbage collector does it."""
 
 
-forks = 0  # of this process, counted before each and, here, after it
+forks = 0  # how often this process has forked; counted before each fork, and in the parent once more after it
 
 
 def _count_fork() -> None:
@@ -374,7 +376,7 @@ os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    # The device is given: the user's default device may be another.
+    # Name the device, because the user's default device may be another.
     with normal_tensors():
         if nbytes >= MAPPED_BYTES and not pinned:
             try:
@@ -382,7 +384,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
             except OSError as error:
                 raise MemoryError(f"no memory for a slab of {nbytes} bytes: {error}") from error
             return torch.frombuffer(area, dtype=torch.uint8)
-        # What lies between entries travels as well: nothing that was in this memory before.
+        # The gaps between entries travel, too. Zero them, so that they do not show what this memory held before.
         buffer = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         shift = -buffer.data_ptr() % ALIGNMENT
         return buffer[shift : shift + nbytes]

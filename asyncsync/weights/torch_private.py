@@ -6,4 +6,4 @@ from torch import _foreach_copy_ as foreach_copy
 
 __all__ = ["COMPILED", "foreach_copy"]
 
-COMPILED = "_orig_mod"  # what torch.compile(module) calls the module: the same weights have the same names without it
+COMPILED = "_orig_mod"  # torch.compile(module) puts this before the names of the module's weights

@@ -1,12 +1,13 @@
 """Flat weights: a TensorDict, a state dict or a nested dict as ``{path: tensor}`` and msgpack values, and back.
 
-NumPy arrays are weights in dicts, alone, and as the attributes of an object. An object that has arrays, as a running
-mean and variance has, stands for a dict of its attributes: of its arrays, its tensors, and its numbers of NumPy's types
-and of type float, which are tensors without dimensions. Everything else of it stays where it is. Whether a number is a
-float, a number of NumPy's or an array at present makes no difference.
+NumPy arrays count as weights in a dict, alone, and as attributes of an object. An object with arrays, such as a running
+mean and variance, stands for a dict of some of its attributes: arrays, tensors, NumPy numbers and floats. Its other
+attributes are ignored. A number becomes a tensor without dimensions. So an attribute may be a float in one process, and
+a NumPy number or an array in another.
 
-As a source, an array is a tensor over the same memory (:func:`from_array`). As a destination, too
-(:class:`ArrayMapping`), if it can be written; what has no memory to be written, as a number has, is replaced.
+An array that is sent becomes a tensor over the same memory, if torch allows that (:func:`from_array`). An update writes
+into the memory of a received array (:class:`ArrayMapping`). It replaces a number, because a number has no memory to
+write to.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import nn
 
+from asyncsync.weights.copying import PLAIN
 from asyncsync.weights.torch_private import COMPILED
 
 Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"  # torch's name, in a state dict
 IN_TENSORDICT = "__extra_state__"  # TorchRL's name, in a TensorDict
-_PLAIN = {torch.Tensor, nn.Parameter}
-ALONE = "array"  # the name of an array that is in nothing
+LONE_ARRAY = "array"  # the name of an array that is a model by itself
 
 
 def dotted(path: Path) -> str:
-    """The name a person would write: ``("0", "weight")`` is ``"0.weight"``."""
+    """The path as one name: ``("0", "weight")`` becomes ``"0.weight"``."""
     return ".".join(path)
 
 
 def canonical(path: Path) -> Path:
-    """The path as it is compared: without what torch.compile has put into it, and with torch's name of extra state."""
+    """The form in which paths are compared: without the names that torch.compile inserts, and with torch's name for
+    extra state."""
     if path[-1] == IN_TENSORDICT:
         path = (*path[:-1], EXTRA_STATE)
     return path if COMPILED not in path[:-1] else (*(p for p in path[:-1] if p != COMPILED), path[-1])
@@ -45,8 +47,8 @@ def canonical(path: Path) -> Path:
 
 @dataclass(slots=True)
 class FlatWeights:
-    """Weights without nesting: tensors and msgpack values, each under its key path. ``ready`` has CUDA events, by
-    device, after which the tensors have their values; None: they have them."""
+    """Weights without nesting: tensors and msgpack values, each under its key path. ``ready``: a CUDA event for each
+    device, after which the tensors have their values; None: they have them already."""
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
@@ -57,16 +59,16 @@ class FlatWeights:
 
 
 def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
-    """Flatten a TensorDict, a dict, which may be nested, or a state dict.
+    """Flatten a TensorDict, a dict (nested or not), or a state dict.
 
-    Dotted names in a plain dict are module paths (``"0.weight"`` is ``("0", "weight")``); a TensorDict's keys are taken
-    as they are. What torch.compile puts before names is left out. Leaves may be tensors, NumPy arrays, objects that
-    have arrays, or extra state: values that msgpack can carry.
+    Dotted names in a plain dict are module paths: ``"0.weight"`` becomes ``("0", "weight")``. Keys of a TensorDict are
+    not split. Names that torch.compile inserts are left out. A leaf may be a tensor, a NumPy array, an object with
+    arrays, or extra state, which is a value that msgpack can encode.
 
-    Raises TypeError if a key is not a string, or a NumPy array has no tensor's dtype; ValueError if two keys have the
+    Raises TypeError if a key is not a string, or torch has no dtype for a NumPy array; ValueError if two keys have the
     same dotted name.
     """
-    if not isinstance(weights, TensorDictBase) and _PLAIN.issuperset(map(type, weights.values())):
+    if not isinstance(weights, TensorDictBase) and PLAIN.issuperset(map(type, weights.values())):
         return FlatWeights(dict(zip(_paths(tuple(weights)), weights.values(), strict=True)))
     flat = FlatWeights()
     _flatten(weights, (), flat)
@@ -78,11 +80,12 @@ def collision(name: str) -> str:
 
 
 def as_list(value: Any) -> Any:
-    """A TensorDict's list of what is no tensor as a list: by its class it is a TensorDict, but one without entries."""
+    """Turn a NonTensorStack into a list. It holds values that are no tensors, but its class is a TensorDict without
+    entries."""
     return value.tolist() if isinstance(value, NonTensorStack) else value
 
 
-def _put(flat: FlatWeights, path: Path, value: Any) -> None:
+def _add_leaf(flat: FlatWeights, path: Path, value: Any) -> None:
     if path in flat.tensors or path in flat.values:
         raise ValueError(collision(dotted(path)))
     if isinstance(value, torch.Tensor):
@@ -100,18 +103,18 @@ def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: Fl
         path = canonical((*prefix, *_split(key)) if is_dict else (*prefix, str(key)))
         is_tensordict = isinstance(value, TensorDictBase)
         if path[-1] == EXTRA_STATE:
-            _put(flat, path, value.to_dict() if is_tensordict else value)
+            _add_leaf(flat, path, value.to_dict() if is_tensordict else value)
         elif is_tensordict or (is_dict and isinstance(value, Mapping)):
             _flatten(value, path, flat)
         elif is_dict and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
             _flatten(arrays, path, flat)
         else:
-            _put(flat, path, value)
+            _add_leaf(flat, path, value)
 
 
 @lru_cache(16)
 def _paths(names: tuple[str, ...]) -> list[Path]:
-    """The paths of a state dict's names: the same in every publication."""
+    """The paths of a state dict's names. They are cached, because every publication has the same names."""
     paths = [canonical(_split(name)) for name in names]
     if len(set(paths)) != len(paths):
         raise ValueError(collision(next(n for n, p in zip(names, paths, strict=True) if paths.count(p) > 1)))
@@ -125,8 +128,8 @@ def _split(name: str) -> Path:
 
 
 def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None = None) -> TensorDict:
-    """A nested TensorDict of batch size ``[]`` over the given tensors; values become non-tensor data. Extra state has
-    the key ``__extra_state__``."""
+    """A nested TensorDict of batch size ``[]`` that holds these tensors themselves. Values become non-tensor data.
+    Extra state gets the key ``__extra_state__``."""
     tree: dict[str, Any] = {}
     for path, leaf in (*tensors.items(), *((p, NonTensorData(v)) for p, v in (values or {}).items())):
         node = tree
@@ -140,45 +143,45 @@ def nest(tensors: Mapping[Path, torch.Tensor], values: Mapping[Path, Any] | None
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is an array or a number of NumPy's that can be a tensor."""
-    return isinstance(value, np.ndarray | np.generic) and _dtype(value.dtype) is not None
+    """Whether this is a NumPy array or number whose dtype torch has."""
+    return isinstance(value, np.ndarray | np.generic) and _torch_dtype(value.dtype) is not None
 
 
 def from_array(value: Any, name: str) -> torch.Tensor:
-    """The values of an array, or a number, as a tensor, over its memory if that can be."""
+    """An array or a number as a tensor, over the array's memory if torch allows that. ``name`` is for the error."""
     array = np.asarray(value)
     try:
-        # torch warns of arrays that it could write to but must not, and takes no negative strides.
+        # torch warns about read-only arrays, and accepts no negative strides.
         return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
     except TypeError as error:
         raise TypeError(f"{name!r} is a NumPy array that cannot be a tensor: {error}") from None
 
 
 def source_arrays(value: Any) -> dict[str, torch.Tensor] | None:
-    """The weights that an array or an object has; None: it has no arrays."""
+    """The weights of an array, or of an object with arrays, to send. None: this is neither."""
     if isinstance(value, np.ndarray):
-        return {ALONE: from_array(value, ALONE)}
-    if (attributes := _attributes(value)) is None:
+        return {LONE_ARRAY: from_array(value, LONE_ARRAY)}
+    if (attributes := _attributes_with_arrays(value)) is None:
         return None
-    found = {name: attributes[name] for name in _weights_of(attributes)}
+    found = {name: attributes[name] for name in _weight_names(attributes)}
     return {name: v if isinstance(v, torch.Tensor) else from_array(v, name) for name, v in found.items()}
 
 
 def writable_arrays(value: Any) -> ArrayMapping | None:
-    """The same as a model, whose arrays an update writes; None: it has no arrays. Raises ValueError for an array that
-    cannot be written."""
+    """The weights of an array, or of an object with arrays, for updates to write. None: this is neither. Raises
+    ValueError if this is an array that cannot be written."""
     if isinstance(value, np.ndarray):
         if not is_array(value) or _as_destination(value).is_meta:
-            raise ValueError("this array cannot be received into: it is read-only, or has no tensor's dtype or strides")
-        return ArrayMapping({ALONE: value}, is_alone=True)
-    attributes = _attributes(value)
+            raise ValueError("this array cannot receive weights: it is read-only, or torch lacks its dtype or strides")
+        return ArrayMapping({LONE_ARRAY: value}, is_alone=True)
+    attributes = _attributes_with_arrays(value)
     return None if attributes is None else ArrayMapping(attributes)
 
 
 class ArrayMapping(MutableMapping[str, Any]):
-    """The weights among the values of a dict, arrays and numbers as tensors: those that have memory to be written over
-    the same memory, others on the meta device, which stands for: to be replaced. What is set gets the old one's type.
-    ``is_alone``: an array is never replaced, because nobody else looks into this dict."""
+    """The weights in a dict of attributes, as tensors. A writable array is a tensor over its memory. A number or a
+    read-only array is a meta tensor, so an update sets a new value instead, of the same type. With ``is_alone``, the
+    user knows only the array, not this dict, so setting it writes into the array."""
 
     def __init__(self, table: MutableMapping[str, Any], *, is_alone: bool = False) -> None:
         self._table = table
@@ -189,7 +192,7 @@ class ArrayMapping(MutableMapping[str, Any]):
         if isinstance(value, torch.Tensor):
             return value
         if not (is_array(value) or type(value) is float):
-            raise KeyError(f"{name!r} is no array any more")
+            raise KeyError(f"{name!r} is neither an array nor a number any more")
         return _as_destination(value)
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
@@ -207,10 +210,10 @@ class ArrayMapping(MutableMapping[str, Any]):
         del self._table[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_weights_of(self._table))
+        return iter(_weight_names(self._table))
 
     def __len__(self) -> int:
-        return len(_weights_of(self._table))
+        return len(_weight_names(self._table))
 
 
 def _as_destination(value: Any) -> torch.Tensor:
@@ -218,26 +221,26 @@ def _as_destination(value: Any) -> torch.Tensor:
         if isinstance(value, np.ndarray) and value.flags.writeable and min(value.strides, default=1) >= 0:
             try:
                 return torch.from_numpy(value)
-            except (TypeError, ValueError):  # its strides are no multiples of its items' size, or its bytes are swapped
+            except (TypeError, ValueError):  # its strides are no multiple of the item size, or its bytes are swapped
                 pass
         array = np.asarray(value)
-        return torch.empty(array.shape, dtype=_dtype(array.dtype), device="meta")
+        return torch.empty(array.shape, dtype=_torch_dtype(array.dtype), device="meta")
 
 
-def _attributes(value: Any) -> MutableMapping[str, Any] | None:
-    """The attributes of an object that has arrays; None: it has none."""
+def _attributes_with_arrays(value: Any) -> MutableMapping[str, Any] | None:
+    """The attributes of an object. None: it has no arrays, or is a class or a module."""
     found = getattr(value, "__dict__", None)
     if isinstance(value, type | nn.Module) or not isinstance(found, dict):
         return None
     return found if any(map(is_array, found.values())) else None
 
 
-def _weights_of(attributes: MutableMapping[str, Any]) -> list[str]:
+def _weight_names(attributes: MutableMapping[str, Any]) -> list[str]:
     return [n for n, v in attributes.items() if is_array(v) or type(v) is float or isinstance(v, torch.Tensor)]
 
 
-def _dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """The tensor's dtype; None: there is none. An array whose bytes are swapped has that of the others."""
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """The torch dtype for a NumPy dtype in any byte order. None: torch has none."""
     try:
         return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:

@@ -24,7 +24,7 @@ from asyncsync.collectors.workers.messages import Parcel, loads
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
-from asyncsync.transports.ray_private import kill, library
+from asyncsync.transports.ray_private import import_ray, kill
 
 GROUPS = {"messages": 2, "answers": 1}
 """Threads of an actor, beside the one in which schemes call it. None of the first group ever waits."""
@@ -64,7 +64,7 @@ class RayFamily(NodeFamily):
         self._ray: Any = None
 
     def prepare(self) -> None:
-        self._ray = library()
+        self._ray = import_ray()
         connection.hold(self, self._ray, self._init_config or {})
 
     def start(self, rank: int, reports: Reports) -> None:

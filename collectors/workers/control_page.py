@@ -137,11 +137,11 @@ class ControlPage:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
-            fcntl.lockf(self._file.number, fcntl.LOCK_EX, 8)
+            fcntl.lockf(self._file.fd, fcntl.LOCK_EX, 8)
             try:
                 yield
             finally:
-                fcntl.lockf(self._file.number, fcntl.LOCK_UN, 8)
+                fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 8)
 
 
 class SharedPool(_TrajectoryPool):

@@ -202,7 +202,7 @@ def encode(message: Any) -> Packet:
     table = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     pieces: list[Any] = [piece for part in (table, *parts) for piece in (part, bytes(-len(part) % _ALIGNED))]
     file = MemoryFile.create(sum(map(len, pieces)))
-    with os.fdopen(file.number, "wb", closefd=False) as writer:
+    with os.fdopen(file.fd, "wb", closefd=False) as writer:
         writer.writelines(pieces)
     file.seal()
     return Packet(_PARTS.pack(len(parts)), file)
@@ -241,7 +241,7 @@ class Channel:
     def offer(self, packet: Packet) -> bool:
         """Send the packet if there is room; whether there was. Raises ConnectionError: the other side is gone; OSError:
         too many open files are on their way (ETOOMANYREFS), say."""
-        file = [] if packet.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(packet.file.number))]
+        file = [] if packet.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(packet.file.fd))]
         try:
             self._socket.sendmsg([packet.data], file, socket.MSG_DONTWAIT)
         except BlockingIOError:

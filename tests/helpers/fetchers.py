@@ -67,7 +67,7 @@ class Fetcher(_End):
         """What somebody gets who has found the store, but not the name of a transfer."""
         from asyncsync.transports import torch_distributed
 
-        client = torch_distributed.PairClient(torch_distributed.Place.decode(descriptor).store, 0)
+        client = torch_distributed.PairClient(torch_distributed.TransferPlace.decode(descriptor).store, 0)
         slab = filled(self.pool, 1000, 1)
         into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
         try:
@@ -82,7 +82,7 @@ class Fetcher(_End):
         """Begin a transfer, with less memory than it needs: gloo ends the process in the middle."""
         from asyncsync.transports import torch_distributed
 
-        place, name = torch_distributed.Place.decode(descriptor), secrets.token_hex(16)
+        place, name = torch_distributed.TransferPlace.decode(descriptor), secrets.token_hex(16)
         client = torch_distributed.connect(place.store)
         client.queue_push(torch_distributed.TICKETS, f"0 {name}")
         pair = await in_thread(torch_distributed.Pair, client, name, 1, place.store[0])

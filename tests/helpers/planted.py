@@ -39,7 +39,7 @@ from asyncsync.runtime.threads import interrupted_by as interrupted_by
 from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.slab import lies_in_slab
 from asyncsync.weights.tree import flatten
 from asyncsync.wire import codec, messages
 from helpers.apis import bare
@@ -128,7 +128,7 @@ def introduced() -> str:
 
 def lies_in_a_slab(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is that of a slot, or of what was received, and not the model's own."""
-    return is_foreign(tensor)
+    return lies_in_slab(tensor)
 
 
 def nbytes(weights: Any) -> int:
@@ -252,7 +252,7 @@ def break_side_channel(sender: Any, which: int) -> None:
 
 def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers have no library that decompresses."""
-    monkeypatch.setattr("asyncsync.protocol.holdings.codecs_here", lambda: 0)
+    monkeypatch.setattr("asyncsync.protocol.holdings.available_codecs", lambda: 0)
 
 
 def encode_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of the sender's file is that of another of its files."""
-    _describe_with(monkeypatch, number=0)
+    _describe_with(monkeypatch, fd=0)
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:

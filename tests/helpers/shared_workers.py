@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from asyncsync.bus import publishing
-from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.slab import lies_in_slab
 from helpers.blocking_crew import in_fork, outcomes
 from helpers.blocking_workers import begin, reads
 from helpers.memory import descriptors, files, mappings
@@ -34,7 +34,7 @@ MIB = 1 << 18  # float32 elements in a MiB
 
 def is_repointed(model: nn.Module) -> list[bool]:
     """Of each Parameter, whether its memory is a slot's mapping."""
-    return [is_foreign(p) for p in model.parameters()]
+    return [lies_in_slab(p) for p in model.parameters()]
 
 
 def slots_in_sight(*pids: int) -> set[int]:

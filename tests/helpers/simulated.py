@@ -184,10 +184,10 @@ class Slots(SlabPool):
     def describe(self, slab: Slab, *, mapped: bool) -> bytes:
         return b"slot %d %d %d" % (self._trainer.number, self.made.index(slab), mapped)
 
-    def _keep(self, slab: Slab) -> None:
+    def _recycle(self, slab: Slab) -> None:
         if self._trainer.usable:  # else it writes nothing any more
             slab.memory[:] = b"\x55" * slab.nbytes
-        super()._keep(slab)
+        super()._recycle(slab)
 
 
 @dataclass(eq=False)
@@ -244,7 +244,11 @@ class TrainerProcess:
         if not machine.settings.fast or not self.usable or target is None:
             return None
         rides = target.slab.descriptor is None
-        if target.slab not in (self.pool if rides else self.slots) or target.slab.mapped or target.slab.references > 1:
+        if (
+            target.slab not in (self.pool if rides else self.slots)
+            or target.slab.read_in_place
+            or target.slab.references > 1
+        ):
             return None
         if machine.membership.fanout_port:
             return None
@@ -256,7 +260,7 @@ class TrainerProcess:
             if rides:
                 return self.pool.acquire(target.slab.layout)
             slab = self.slots.acquire(target.slab.layout)
-            slab.mapped = False
+            slab.read_in_place = False
             slab.descriptor = self.slots.describe(slab, mapped=False)
             return slab
 

@@ -968,8 +968,8 @@ class Simulation(Oracle):
         pack(slab, flat(number, dtype))
         if lent:
             self.images[number] = bytes(slab.memory)
-            slab.mapped = number % 3 > 0 and not copied
-            slab.descriptor = trainer.slots.describe(slab, mapped=slab.mapped)
+            slab.read_in_place = number % 3 > 0 and not copied
+            slab.descriptor = trainer.slots.describe(slab, mapped=slab.read_in_place)
             slab.streamable = bool(self.world.apart)
         elif self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number

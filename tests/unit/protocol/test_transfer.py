@@ -12,7 +12,7 @@ import torch
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Sharer, ShareSlab
-from asyncsync.weights.encoding import codecs_here, encode_piece
+from asyncsync.weights.encoding import available_codecs, encode_piece
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import SlabPool
@@ -30,7 +30,7 @@ FIRST = Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),))
 class Packing(Desk):
     """A trainer whose workers can decode what this process can, unless ``codecs`` is changed."""
 
-    codecs = codecs_here()
+    codecs = available_codecs()
 
     def receive(self, worker: int | bytes, instruction: messages.Instruction) -> None:
         if isinstance(instruction, messages.Hello):
@@ -177,7 +177,7 @@ def test_bytes_are_compressed_for_those_who_can_decode_it() -> None:
     flat = FlatWeights({("a",): torch.full((4000,), 1.0)})
     slab = SlabPool().acquire(Layout.of(flat))
     pack(slab, flat)
-    for codecs, fewer in ((codecs_here(), True), (0, False)):
+    for codecs, fewer in ((available_codecs(), True), (0, False)):
         desk = Packing(1, settings=Settings(compress="zstd"))
         desk.codecs = codecs
         desk.hello(0)

@@ -10,7 +10,7 @@ from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, P
 from asyncsync.protocol.holdings import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.worker import FRUITLESS_RESTARTS, Worker
-from asyncsync.weights.encoding import codecs_here
+from asyncsync.weights.encoding import available_codecs
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire import messages
 from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
@@ -43,14 +43,18 @@ def pair() -> Station:
 def test_hello_says_who_this_is_and_what_it_has() -> None:
     station = Station()
     (hello,) = station.take()
-    assert hello == messages.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0}, "worker", codecs_here())
+    assert hello == messages.Hello(
+        0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0}, "worker", available_codecs()
+    )
     station.welcome()
     station.update_now(1, {"policy": (4, 40)})
     station.take()
     station.machine.connected(station.now)
     (hello,) = station.take()
     versions = {"policy": 4, "": 4}
-    assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, versions, "worker", codecs_here(), serial=1)
+    assert hello == messages.Hello(
+        0, nonce(7), 2, 107, "here", 1, EPOCH, versions, "worker", available_codecs(), serial=1
+    )
 
 
 def test_hello_is_repeated_ever_more_slowly_until_it_is_answered() -> None:

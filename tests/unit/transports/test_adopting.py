@@ -19,7 +19,7 @@ from asyncsync.transports import SharedMemTransport
 from asyncsync.transports.shared_memory import ReceivedPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool, is_foreign
+from asyncsync.weights.slab import Slab, SlabPool, lies_in_slab
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.whole_models import Tied, filled, finish, published, values_of
 
@@ -101,7 +101,7 @@ def pair() -> Iterator[Pairs]:
 def adopted(model: nn.Module) -> set[str]:
     """The tensors that lie in a slot."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name for name, t in named.items() if is_foreign(t)}
+    return {name for name, t in named.items() if lies_in_slab(t)}
 
 
 def linear(value: float) -> nn.Module:

@@ -61,7 +61,7 @@ def test_a_place_of_nobody_or_of_another_file_is_refused(file: MemoryFile) -> No
     place = file.place
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for nobody in ({"pid": ended.pid}, {"pid": (1 << 32) - 1}, {"number": 1 << 30}, {"number": (1 << 32) - 1}):
+    for nobody in ({"pid": ended.pid}, {"pid": (1 << 32) - 1}, {"fd": 1 << 30}, {"fd": (1 << 32) - 1}):
         refused(place._replace(**nobody), "cannot open.*be on its host")
     for other in ({"inode": place.inode + 1}, {"device": place.device + 1}, {"inode": 0, "device": 0}):
         refused(place._replace(**other), "is not the trainer's shared memory")

@@ -28,7 +28,7 @@ from asyncsync.transports.shared_memory import (
 )
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import FOREIGN, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, SlabPool
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 from helpers.programs import python
@@ -47,7 +47,7 @@ def pool() -> Iterator[WeightSlots]:
         slot.release()
     pool.close()
     eventually(lambda: not files() and not mappings())
-    assert not FOREIGN
+    assert not SLAB_RANGES
 
 
 def eventually(done: Callable[[], bool]) -> None:
@@ -75,7 +75,7 @@ def lease_of(pool: WeightSlots, slot: Slot) -> Lease:
 
 
 def path_of(slot: Slot) -> str:
-    return f"/proc/{os.getpid()}/fd/{slot.file.number}"
+    return f"/proc/{os.getpid()}/fd/{slot.file.fd}"
 
 
 def inodes_of(*slots: Slot) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def test_a_slot_holds_what_was_packed_wherever_it_is_read(pool: WeightSlots, nby
     assert len(content) == place.size
     assert content[:nbytes] == b"\x07" * nbytes
     assert slot.buffer.data_ptr() % 64 == 0
-    assert not os.get_inheritable(place.number), "programs inherit no slot"
+    assert not os.get_inheritable(place.fd), "programs inherit no slot"
 
 
 @pytest.mark.promise(27)
@@ -202,7 +202,7 @@ def test_disposing_twice_is_disposing_once() -> None:
     slot = acquire(WeightSlots(4, 0))
     slot.dispose()
     other = os.open("/dev/null", os.O_RDONLY)
-    assert other == slot.file.number  # the lowest number is taken first
+    assert other == slot.file.fd  # the lowest number is taken first
     slot.dispose()
     os.fstat(other)
     os.close(other)
@@ -509,7 +509,7 @@ def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(
 def wait_for_copy(slab: AttachedSlab) -> bool:
     """The child's end of the pipe is closed when it has its own copy."""
     select.select([child._reading for child in slab.children], [], [], 10)
-    return not slab.readers()
+    return not slab.reading_children()
 
 
 # -- no memory ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from asyncsync import DistributedTransport, NotConnected, SharedMemTransport
 from asyncsync.net.keys import Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions
-from asyncsync.transports.torch_distributed import OwnStore, Place, StorePlace, connect
+from asyncsync.transports.torch_distributed import OwnStore, StorePlace, TransferPlace, connect
 from asyncsync.weights.slab import SlabPool
 from helpers.fetchers import Fetcher, Offerer, filled, layout_of
 from helpers.pairs import Clock, until
@@ -76,7 +76,7 @@ async def test_other_transports_descriptors_are_refused_both_ways() -> None:
         await DistributedTransport().fetch_slab(b"SHM\x01" + bytes(60), filled(SlabPool(), 1000, 1), 0.0)
     shared = SharedMemTransport()
     with pytest.raises(ValueError, match="another transport"):
-        shared.attach(Place(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())
+        shared.attach(TransferPlace(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())
     shared.close()
 
 
@@ -96,7 +96,7 @@ async def test_a_worker_that_dies_in_the_middle_disturbs_nobody_and_its_successo
     assert await successor.fetch(descriptor, LARGE) == {7}
     slab.release()
     transport.retire(descriptor)
-    await until(lambda: not pool.draining(LARGE))
+    await until(lambda: not pool.is_draining(LARGE))
 
 
 async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(start: Start) -> None:

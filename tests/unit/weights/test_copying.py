@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from asyncsync.weights import copying
 from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_bytes, copy_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import CACHED_BYTES, FEW, MOST, AddressCache, SourceCache, pack
+from asyncsync.weights.packing import CACHED_BYTES, FEW_TENSORS, MAX_TENSORS, AddressCache, SourceCache, pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.bits import bits, raw
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def copied_as_bytes(source: torch.Tensor, destination: torch.Tensor) -> None:
-    there, here = AddressCache().of([source]), AddressCache().of([destination])
+    there, here = AddressCache().lookup([source]), AddressCache().lookup([destination])
     copy_bytes(here, there)
     assert torch.equal(source, destination)
 
@@ -67,7 +67,7 @@ def inference_tensor() -> torch.Tensor:
         [torch.empty(3, device="meta")],
         [torch.zeros(3).as_subclass(Own)],
         [inference_tensor()],
-        [torch.zeros(1) for _ in range(MOST + 1)],
+        [torch.zeros(1) for _ in range(MAX_TENSORS + 1)],
         [torch.zeros(1)] * 2,  # it would get one value, and then another
     ],
     ids=["transposed", "strided", "expanded", "negative", "complex", "meta", "subclass", "inference", "many", "twice"],
@@ -75,7 +75,7 @@ def inference_tensor() -> torch.Tensor:
 def test_what_is_more_than_bytes_is_left_to_torch(tensors: list[torch.Tensor]) -> None:
     known, all_ = AddressCache(), [torch.zeros(2), *tensors]
     for _ in range(3):
-        assert known.of(all_) is None
+        assert known.lookup(all_) is None
     assert known.views is None
 
 
@@ -83,14 +83,14 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
     known = AddressCache()
     model = nn.Linear(3, 2)
     tensors: list[torch.Tensor] = [model.weight, model.bias]
-    first = known.of(tensors)
-    assert known.of(tensors) is first is not None
+    first = known.lookup(tensors)
+    assert known.lookup(tensors) is first is not None
     model.weight.data = torch.full((2, 3), 5.0)
-    second = known.of(tensors)
+    second = known.lookup(tensors)
     assert second is not first
     assert bytes(second[0]) == model.weight.detach().numpy().tobytes()
     model.weight.data = torch.zeros(3, 2).t()
-    assert known.of(tensors) is None
+    assert known.lookup(tensors) is None
 
 
 @pytest.mark.parametrize("numel", [10, 100_000])
@@ -98,12 +98,12 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
     """Another thread may give the tensor another storage between a look and a copy."""
     known, tensor = AddressCache(), nn.Parameter(torch.ones(numel))
     storage = StorageWeakRef(tensor.untyped_storage())
-    views = known.of([tensor])
+    views = known.lookup([tensor])
     tensor.data = torch.zeros(1)
     assert not storage.expired()
     assert bytes(views[0]) == torch.ones(numel).numpy().tobytes()
     del views
-    assert known.of([tensor]) is not None
+    assert known.lookup([tensor]) is not None
     assert storage.expired(), "only until the next look"
 
 
@@ -255,23 +255,23 @@ def some(count: int = 3) -> Weights:
 def learnt(weights: Weights) -> SourceCache:
     flat = flatten(weights)
     known = SourceCache(Layout.of(flat))
-    assert known.again(flat) is None, "nothing is known before it is learnt"
-    known.learn(flat)
-    if len(weights) > FEW:
-        assert known.again(flat) is None, "many are known when they come once more"
-        known.learn(flat)
+    assert known.lookup(flat) is None, "nothing is known before it is learnt"
+    known.remember(flat)
+    if len(weights) > FEW_TENSORS:
+        assert known.lookup(flat) is None, "many are known when they come once more"
+        known.remember(flat)
     return known
 
 
 def copied(known: SourceCache, weights: Weights) -> Slab:
     slab = SlabPool().acquire(known.layout)
     slab.memory[:] = b"\x55" * slab.nbytes
-    memory = known.again(flatten(weights))
+    memory = known.lookup(flatten(weights))
     copy_bytes(slab.pieces, memory)
     return slab
 
 
-@pytest.mark.parametrize("count", [1, 3, FEW, FEW + 1, 100])
+@pytest.mark.parametrize("count", [1, 3, FEW_TENSORS, FEW_TENSORS + 1, 100])
 def test_the_same_tensors_with_other_values_are_copied_to_where_they_belong(count: int) -> None:
     weights = some(count)
     known = learnt(weights)
@@ -289,15 +289,15 @@ def test_the_same_tensors_with_other_values_are_copied_to_where_they_belong(coun
 def test_other_tensors_names_or_values_beside_them_are_not_the_same_again(count: int) -> None:
     weights = some(count)
     known = learnt(weights)
-    assert known.again(flatten({**weights, "t1": weights["t1"].clone()})) is None
-    assert known.again(flatten({**weights, "more": torch.ones(1)})) is None
-    assert known.again(flatten({name: weights[name] for name in list(weights)[:-1]})) is None
-    assert known.again(flatten(dict(reversed(weights.items())))) is None
+    assert known.lookup(flatten({**weights, "t1": weights["t1"].clone()})) is None
+    assert known.lookup(flatten({**weights, "more": torch.ones(1)})) is None
+    assert known.lookup(flatten({name: weights[name] for name in list(weights)[:-1]})) is None
+    assert known.lookup(flatten(dict(reversed(weights.items())))) is None
     renamed = {("x" if name == "t1" else name): tensor for name, tensor in weights.items()}
-    assert known.again(flatten(renamed)) is None
+    assert known.lookup(flatten(renamed)) is None
     flat = flatten(weights)
-    assert known.again(FlatWeights(flat.tensors, {("extra",): 1})) is None
-    assert known.again(flatten(weights)) is not None
+    assert known.lookup(FlatWeights(flat.tensors, {("extra",): 1})) is None
+    assert known.lookup(flatten(weights)) is not None
 
 
 @pytest.mark.parametrize("count", [3, 100])
@@ -307,14 +307,14 @@ def test_tensors_that_have_become_something_else_are_not_the_same_again(count: i
     own = tensor.data
     for other in (own.clone(), own.view(torch.int32), own.view(5, 2), torch.ones(5, 2).t(), torch._neg_view(own)):
         tensor.data = other
-        assert known.again(flatten(weights)) is None
+        assert known.lookup(flatten(weights)) is None
         tensor.data = own
-        assert known.again(flatten(weights)) is not None
+        assert known.lookup(flatten(weights)) is not None
     tensor.t_()
-    assert known.again(flatten(weights)) is None
+    assert known.lookup(flatten(weights)) is None
     tensor.t_()
     tensor.untyped_storage().resize_(0)
-    assert known.again(flatten(weights)) is None
+    assert known.lookup(flatten(weights)) is None
 
 
 @pytest.mark.parametrize("count", [3, 100])
@@ -324,7 +324,7 @@ def test_nothing_is_kept_alive(count: int) -> None:
     kept = [weakref.ref(tensor) for tensor in weights.values()]
     weights.clear()
     assert not any(one() is not None for one in kept)
-    assert known.again(flatten(some(count))) is None
+    assert known.lookup(flatten(some(count))) is None
 
 
 def test_what_takes_more_than_a_copy_of_bytes_is_not_known() -> None:
@@ -344,5 +344,5 @@ def test_what_takes_more_than_a_copy_of_bytes_is_not_known() -> None:
         on_cpu = weights if "b" not in weights or weights["b"].is_cpu else {"a": shared, "b": torch.zeros(3)}
         known = SourceCache(Layout.of(flatten(on_cpu)))
         for _ in range(3):
-            known.learn(flat)
-            assert known.again(flat) is None
+            known.remember(flat)
+            assert known.lookup(flat) is None

@@ -19,8 +19,8 @@ from asyncsync.weights import encoding
 from asyncsync.weights.encoding import (
     CODECS,
     Encoding,
+    available_codecs,
     check_codec,
-    codecs_here,
     decode_onto,
     decode_piece,
     encode_piece,
@@ -107,25 +107,25 @@ def test_a_frame_that_claims_much_allocates_nothing() -> None:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Which libraries there are is found out anew, by the test and after it."""
-    encoding._is_here.cache_clear()
+    encoding._can_import.cache_clear()
     yield
-    encoding._is_here.cache_clear()
+    encoding._can_import.cache_clear()
 
 
 def test_another_codec_is_refused_and_one_whose_library_is_missing_names_the_extra(
     forgetful: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert codecs_here() == 0b110
+    assert available_codecs() == 0b110
     check_codec(None)
     with pytest.raises(ValueError, match=r"compress must be one of \['lz4', 'zstd'\], or None, not 'zip'"):
         check_codec("zip")
-    encoding._is_here.cache_clear()
+    encoding._can_import.cache_clear()
     for name, library in (("zstd", "zstandard"), ("lz4", "lz4")):
         monkeypatch.setitem(sys.modules, library, None)
         line = rf"^compress='{name}' needs {library}, which is not installed: pip install 'asyncsync\[compress\]'$"
         with pytest.raises(ImportError, match=line):
             check_codec(name)
-    assert codecs_here() == 0
+    assert available_codecs() == 0
     with pytest.raises(ProtocolError, match="zstandard, which is not installed here"):
         decode_piece(b"\x10abc", 100)
 
@@ -136,7 +136,7 @@ def test_a_library_that_is_there_but_cannot_be_imported_counts_for_nothing(
     (tmp_path / "zstandard.py").write_text("raise ImportError('built for another Python')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "zstandard")
-    assert codecs_here() == 1 << encoding.CODECS["lz4"].number
+    assert available_codecs() == 1 << encoding.CODECS["lz4"].number
 
 
 # -- a slab ------------------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def decoded(one: Encoding, base: Slab | None) -> bytes:
         if piece.payload is None:
             whole += plain
             continue
-        before = None if piece.base is None else np.frombuffer(base.memory[start:stop], np.uint8)  # type: ignore[union-attr]
-        assert piece.base == (None if before is None else zlib.adler32(before))
+        before = None if piece.base_checksum is None else np.frombuffer(base.memory[start:stop], np.uint8)  # type: ignore[union-attr]
+        assert piece.base_checksum == (None if before is None else zlib.adler32(before))
         whole += bytes(decode_onto(piece.payload, stop - start, before))
     return whole
 
@@ -198,8 +198,8 @@ def test_what_has_not_changed_does_not_travel() -> None:
 def test_items_are_those_of_the_tensors() -> None:
     one = Encoding(slab_of(weights(0.0)), None, "zstd", 512)
     first, second = sorted(one.slab.layout.entries, key=lambda e: e.offset)
-    assert one._item(0, 512) == first.dtype.itemsize
-    assert one._item(second.offset + 64, second.offset + 576) == second.dtype.itemsize
+    assert one._item_size(0, 512) == first.dtype.itemsize
+    assert one._item_size(second.offset + 64, second.offset + 576) == second.dtype.itemsize
 
 
 def test_an_encoding_is_shared_and_ends_with_its_slab() -> None:
@@ -207,22 +207,22 @@ def test_an_encoding_is_shared_and_ends_with_its_slab() -> None:
     one = encoding_of(slab, before, "zstd", 512)
     assert encoding_of(slab, before, "zstd", 512) is one
     assert encoding_of(slab, None, "zstd", 512) is not one
-    one.join()
+    one.add_user()
     assert (slab.references, before.references, one.users) == (2, 2, 1)
-    assert one.want(0)
-    assert not one.want(0)
-    one.leave()
+    assert one.claim(0)
+    assert not one.claim(0)
+    one.remove_user()
     assert (slab.references, before.references, one.users) == (1, 1, 0)
-    assert one.want(0), "nobody encodes what nobody waits for"
+    assert one.claim(0), "nobody encodes what nobody waits for"
     slab.release()
     assert not slab.encodings
 
 
 def test_a_base_of_another_layout_is_none() -> None:
     slab, other = slab_of(weights(0.0)), slab_of(FlatWeights({("still",): torch.zeros(3)}))
-    slab.follow(1, other)
+    slab.set_base(1, other)
     assert (slab.base, other.references) == (None, 1)
-    slab.follow(2, before := slab_of(weights(1.0)))
+    slab.set_base(2, before := slab_of(weights(1.0)))
     assert slab.base == (2, before)
     slab.release()
     assert (slab.base, before.references) == (None, 1)

@@ -652,8 +652,8 @@ def test_a_slab_is_not_used_again_while_a_piece_of_it_is_alive() -> None:
     assert (slab.exports, idle) == (0, [])
     pieces = [slab.export(0, 10), slab.export(10, 20)]
     slab.release()
-    assert pool.draining(LAYOUT.nbytes)
-    assert not pool.draining(SMALL.nbytes)
+    assert pool.is_draining(LAYOUT.nbytes)
+    assert not pool.is_draining(SMALL.nbytes)
     other = pool.acquire(LAYOUT)
     assert other.buffer.data_ptr() != slab.buffer.data_ptr()
     other.release()
@@ -661,7 +661,7 @@ def test_a_slab_is_not_used_again_while_a_piece_of_it_is_alive() -> None:
     assert not idle
     pieces.pop()
     assert idle == [1]
-    assert not pool.draining(LAYOUT.nbytes)
+    assert not pool.is_draining(LAYOUT.nbytes)
     assert pool.acquire(LAYOUT) is slab
 
 
@@ -698,11 +698,11 @@ def test_zeromq_holds_a_piece_until_it_has_sent_it() -> None:
         a.send(slab.export(0, layout.nbytes), copy=False)
         slab.release()
         frame = b.recv(copy=False)
-        assert pool.draining(layout.nbytes)
+        assert pool.is_draining(layout.nbytes)
         assert bytes(frame.buffer[-3:]) == b"\x07\x07\x07"
         del frame
         assert drained.wait(10)
-    assert not pool.draining(layout.nbytes)
+    assert not pool.is_draining(layout.nbytes)
 
 
 def test_the_memory_of_a_slab_that_is_let_go_goes_back_to_the_system() -> None:

@@ -60,13 +60,13 @@ def test_an_expanded_source_has_all_of_its_memory() -> None:
 def test_a_shorter_storage_at_the_same_address_is_not_the_same_again() -> None:
     tensor = torch.ones(10 << 20)  # so large that the system gives the same pages again
     known, address = AddressCache(), tensor.data_ptr()
-    assert known.of([tensor]) is not None
-    assert known.again([tensor])
+    assert known.lookup([tensor]) is not None
+    assert known.matches([tensor])
     tensor.untyped_storage().resize_(0)
     tensor.untyped_storage().resize_(tensor.nbytes - 4)
     if tensor.data_ptr() != address:
         pytest.skip("the system gave other pages")
-    assert not known.again([tensor])
+    assert not known.matches([tensor])
 
 
 @pytest.mark.requirement(237)

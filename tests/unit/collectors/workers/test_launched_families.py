@@ -76,7 +76,7 @@ def family(launcher: OwnLauncher) -> Iterator[GlooFamily]:
 
 
 def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
-    before = len(torch_distributed._open)
+    before = len(torch_distributed._kept_in_children)
     first, second = Heard(), Heard()
     family.start(0, first.reports)
     family.send(0, ("build",))
@@ -89,7 +89,7 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     family.send(0, ("build", "again"))
     again = launcher.join(1)
     assert again.receive() == ("build", "again")
-    until(lambda: len(torch_distributed._open) == before + 2)  # the connection to the first is closed
+    until(lambda: len(torch_distributed._kept_in_children) == before + 2)  # the connection to the first is closed
     launcher.ends[0].put("the launcher has looked late")
     until(lambda: first.lost)
     again.send([("begun", where()), ("built",)])
