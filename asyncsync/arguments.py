@@ -72,7 +72,7 @@ def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
     return found
 
 
-def users_level() -> int:
+def user_stacklevel() -> int:
     """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
     level, frame = 0, sys._getframe(1).f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
@@ -199,7 +199,9 @@ def declared(init: Method) -> Method:
     defaults = defaults_of(typed)
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
     first = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    shown = own.replace(parameters=[p.replace(annotation=_shown(hints.get(p.name))) for p in [*first, *keywords]])
+    shown = own.replace(
+        parameters=[p.replace(annotation=_annotation_text(hints.get(p.name))) for p in [*first, *keywords]]
+    )
 
     @wraps(init)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +223,7 @@ def declared(init: Method) -> Method:
     return cast("Method", call)
 
 
-def _shown(hint: Any) -> Any:
+def _annotation_text(hint: Any) -> Any:
     """A type as signatures show it: a text, without modules and metadata."""
     if hint is None:
         return Parameter.empty

@@ -86,7 +86,7 @@ class SharedMemWeightSyncScheme(_shared_memory.SlotCore, WeightSyncScheme):
             ClosedError: the sender has said goodbye, or this side was shut down.
             Fenced: a newer incarnation of this worker has taken over.
         """
-        self.run_on_loop(lambda: self.take_in(timeout))
+        self.run_on_loop(lambda: self.apply_pending(timeout))
 
 
 class MultiProcessWeightSyncScheme(_shared_memory.CopyCore, WeightSyncScheme):

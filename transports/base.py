@@ -276,7 +276,7 @@ class Destination:
         try:
             return self._take(received)
         except BaseException:
-            self.scheme.take_back(mark, self._before)
+            self.scheme.mark_unreturned(mark, self._before)
             raise
 
     def _take(self, received: TensorDictBase) -> Any:

@@ -758,7 +758,7 @@ class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
 
     def _received(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
-        return scheme.received(0.0)
+        return scheme.receive_update(0.0)
 
 
 # The pages' mp.Queue could be pickled with a scheme neither after spawn nor to a late joiner, and would cost a pickle

@@ -13,7 +13,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, ModelsOnBus, 
 from asyncsync.bus.verifying import NotComparable
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
-from asyncsync.schemes.torchrl import Refusal
+from asyncsync.schemes.torchrl import RefusedAttribute
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ class WeightSyncScheme(Scheme):
     wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
     wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
     _bus: Bus
-    initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
+    initialized_on_sender = initialized_on_receiver = RefusedAttribute()  # what TorchRL asks first
 
     @property
     def bus(self) -> Bus:
@@ -414,7 +414,7 @@ class WeightSyncScheme(Scheme):
             ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
             Fenced: a newer process has become this worker.
         """
-        self._check_not_held(timeout)
+        self._check_not_holding(timeout)
         return await self._receive(timeout, self.current_call())
 
     def take(self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> Taking:
@@ -455,7 +455,7 @@ class WeightSyncScheme(Scheme):
         """
         check_timeout(timeout)
         self._check_open()
-        self._check_receives()
+        self._check_returns_weights()
         link = self._bus.worker_link()
         mark = await link.wait_current(self.topic, timeout)
-        return await self._return(link, mark, self.last_returned)
+        return await self._return_copy(link, mark, self.last_returned)

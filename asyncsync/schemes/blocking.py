@@ -28,7 +28,7 @@ from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.taking import BlockingTaking
-from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
+from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapt_context, register_with_torchrl
 from asyncsync.transports.base import in_sync_as
 
 P = ParamSpec("P")
@@ -37,13 +37,15 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
-def taken(method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any) -> Any:
+def bind_extracted(
+    method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any
+) -> Any:
     """The coroutine of a method of weights and workers. The weights are taken here, in the caller's thread."""
     workers = as_workers(worker_ids)
-    return partial(method, self, self.take_here(weights, workers), workers, *args, **more)
+    return partial(method, self, self.extract_here(weights, workers), workers, *args, **more)
 
 
-def ordinary(
+def as_blocking(
     method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
 ) -> Callable[Concatenate[Any, P], T]:
     """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
@@ -57,13 +59,13 @@ def ordinary(
     return call
 
 
-def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
+def for_any_loop(method: Coroutines[P, T]) -> Coroutines[P, T]:
     """The same of a method that sends, for a coroutine of any event loop."""
-    make: Callable[..., Make[T]] = taken
+    make: Callable[..., Make[T]] = bind_extracted
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0]._awaitable(make(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].awaitable(make(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
@@ -75,7 +77,7 @@ def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
     return call
 
 
-def now(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that has nothing to wait for. Raises TypeError: it waits, because a hook of the user's is a
     coroutine function."""
     try:
@@ -117,18 +119,22 @@ class Bus(BusCore):
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
-        initial = now(self._initial())
+        initial = run_without_waiting(self._initial())
         self.run_on_loop(lambda: self._connect(initial, timeout))
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    publish = ordinary(AsyncBus.publish, make=taken)
-    publish_async = elsewhere(AsyncBus.publish)
-    stage = ordinary(AsyncBus.stage, make=taken)
-    send_async = elsewhere(AsyncBus.send_async)
-    wait_staged, commit, drop = ordinary(AsyncBus.wait_staged), ordinary(AsyncBus.commit), ordinary(AsyncBus.drop)
-    wait_version, wait_lag = ordinary(AsyncBus.wait_version), ordinary(AsyncBus.wait_lag)
-    shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
+    publish = as_blocking(AsyncBus.publish, make=bind_extracted)
+    publish_async = for_any_loop(AsyncBus.publish)
+    stage = as_blocking(AsyncBus.stage, make=bind_extracted)
+    send_async = for_any_loop(AsyncBus.send_async)
+    wait_staged, commit, drop = (
+        as_blocking(AsyncBus.wait_staged),
+        as_blocking(AsyncBus.commit),
+        as_blocking(AsyncBus.drop),
+    )
+    wait_version, wait_lag = as_blocking(AsyncBus.wait_version), as_blocking(AsyncBus.wait_lag)
+    shutdown = as_blocking(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
         self,
@@ -141,7 +147,7 @@ class Bus(BusCore):
     ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         self.run_on_loop(
-            taken(AsyncBus.send_async, self, weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+            bind_extracted(AsyncBus.send_async, self, weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
         )
 
     def wait_origin(self, version: int, timeout: float) -> None:
@@ -152,34 +158,34 @@ class Bus(BusCore):
         loop_thread.check_exit()
         super().check_open(role)
 
-    def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
+    def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
         # The values of the sources, taken here and now.
-        return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
+        return {topic: Taken(source) for topic, source in run_without_waiting(self._take(weights, workers)).items()}
 
-    _awaitable = staticmethod(loop_thread.awaitable)
+    awaitable = staticmethod(loop_thread.awaitable)
 
     @property
-    def _running(self) -> TrainerLink | WorkerLink | None:
+    def _open_link(self) -> TrainerLink | WorkerLink | None:
         """What runs on the loop; None: nothing."""
         link = self._link
         return None if link is None or link.closed or link.is_inherited else link
 
     def run_on_loop(self, make: Make[T]) -> T:
-        async def tended() -> T:
+        async def kept() -> T:
             loop_thread.keep(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
             try:
                 return await make()
             finally:
-                if (link := self._running) is not None and self.is_shut_down:
+                if (link := self._open_link) is not None and self.is_shut_down:
                     await link.shutdown()  # another thread has shut this bus down just before the link was opened
                 # Again: another call, which has found no link, may have let it go.
-                loop_thread.keep(self._shutdown, self._running is not None)
+                loop_thread.keep(self._shutdown, self._open_link is not None)
 
-        return loop_thread.run(tended)
+        return loop_thread.run(kept)
 
     def end_on_loop(self, make: Make[None]) -> None:
-        if self._running is None:
-            now(make())
+        if self._open_link is None:
+            run_without_waiting(make())
         else:
             self.run_on_loop(make)
 
@@ -242,13 +248,13 @@ class WeightSyncScheme(Scheme):
         ctx: Any = None,
     ) -> None:
         collector = None
-        if isinstance(self._context, TorchRLContext) and self.role == "sender" and self.takes_part:
+        if isinstance(self._context, TorchRLContext) and self.role == "sender" and self.moves_weights:
             collector = self._context
             processes = processes or collector.processes
-            if weights is None and not (self.is_registered or self.sources.exist()):
-                weights = collector.first_weights(self.topic)
+            if weights is None and not (self.is_registered or self.sources.has_default()):
+                weights = collector.initial_model(self.topic)
         self._check_connect(weights, worker_idx, timeout, processes)
-        timeout = max(timeout, self._patience)
+        timeout = max(timeout, self._least_connect_seconds)
         with nullcontext() if collector is None else collector.starting(self.shutdown):
             if self.role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
@@ -260,7 +266,7 @@ class WeightSyncScheme(Scheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        initial = now(self.initial_source(weights))
+        initial = run_without_waiting(self.initial_source(weights))
         self.run_on_loop(lambda: self.connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(
@@ -289,13 +295,13 @@ class WeightSyncScheme(Scheme):
 
     send.__doc__ = AsyncScheme.send_async.__doc__
 
-    _send_and_wait = ordinary(AsyncScheme.send_async, make=taken)
-    send_async = elsewhere(AsyncScheme.send_async)
-    publish = ordinary(AsyncScheme.publish, make=taken)
-    publish_async = elsewhere(AsyncScheme.publish)
-    stage = ordinary(AsyncScheme.stage, make=taken)
-    verify = ordinary(AsyncScheme.verify)
-    fetch = ordinary(AsyncScheme.fetch, run="_deliver")
+    _send_and_wait = as_blocking(AsyncScheme.send_async, make=bind_extracted)
+    send_async = for_any_loop(AsyncScheme.send_async)
+    publish = as_blocking(AsyncScheme.publish, make=bind_extracted)
+    publish_async = for_any_loop(AsyncScheme.publish)
+    stage = as_blocking(AsyncScheme.stage, make=bind_extracted)
+    verify = as_blocking(AsyncScheme.verify)
+    fetch = as_blocking(AsyncScheme.fetch, run="_run_delivering")
 
     def take(
         self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -305,15 +311,15 @@ class WeightSyncScheme(Scheme):
     take.__doc__ = AsyncScheme.take.__doc__
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
-        return self.received(timeout)
+        return self.receive_update(timeout)
 
     receive.__doc__ = AsyncScheme.receive.__doc__
 
-    def received(self, timeout: float | None) -> TensorDict | None:
+    def receive_update(self, timeout: float | None) -> TensorDict | None:
         # What receive returns, unless a subclass has another one.
-        self._check_not_held(timeout)
+        self._check_not_holding(timeout)
         call = self.current_call()
-        return self._deliver(lambda: self._receive(timeout, call))
+        return self._run_delivering(lambda: self._receive(timeout, call))
 
     def run_on_loop(self, make: Make[T]) -> T:
         return self._bus.run_on_loop(make)
@@ -321,73 +327,73 @@ class WeightSyncScheme(Scheme):
     def end_on_loop(self, make: Make[None]) -> None:
         self._bus.end_on_loop(make)
 
-    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
+    def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
         # The weights, taken from their source here and now.
         self._check_open()
-        return self._bus.take_here({self.topic: weights}, workers)[self.topic]
+        return self._bus.extract_here({self.topic: weights}, workers)[self.topic]
 
-    def _deliver(self, make: Make[T]) -> T:
+    def _run_delivering(self, make: Make[T]) -> T:
         """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
         them."""
         undo: list[Callable[[], None]] = []
-        gone = False
+        interrupted = False
 
         async def deliver() -> T:
             before = self.last_returned
             weights = await make()
-            take_back = partial(self.take_back, self.last_returned, before)
-            undo.append(take_back)
-            if gone:  # for a second time, perhaps
-                take_back()
+            mark_unreturned = partial(self.mark_unreturned, self.last_returned, before)
+            undo.append(mark_unreturned)
+            if interrupted:  # for a second time, perhaps
+                mark_unreturned()
             return weights
 
         try:
             return self.run_on_loop(deliver)
         except BaseException:
-            gone = True
-            for take_back in undo:
-                take_back()
+            interrupted = True
+            for mark_unreturned in undo:
+                mark_unreturned()
             raise
 
     # -- what TorchRL's collectors ask for, and set --------------------------------------------------------------------
 
     # The workers of a sender get both with the scheme: seconds that connect() waits at least, and the number by which
     # TorchRL's collector calls the first of them.
-    _patience: float = 0.0
-    _first_number: int = 0
+    _least_connect_seconds: float = 0.0
+    _first_worker_number: int = 0
 
     def _reset(self) -> None:
         super()._reset()
-        count_as_theirs(WeightSyncScheme)
+        register_with_torchrl(WeightSyncScheme)
 
     @checked(Scheme.init_on_sender)
     def init_on_sender(self, **options: Any) -> None:
-        super().init_on_sender(**self._completed(options, "model", "context"))
+        super().init_on_sender(**self._with_preset(options, "model", "context"))
         if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
-            self._patience = START_SECONDS
-            self._first_number = self._context.first_number
+            self._least_connect_seconds = START_SECONDS
+            self._first_worker_number = self._context.first_worker_number
 
     @checked(Scheme.init_on_receiver)
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
-        options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
-        if self._first_number and options.get("worker_idx") is not None:
-            options["worker_idx"] -= self._first_number
+        options = self._with_preset({**options, "context": context}, "model", "context", "worker_idx")
+        if self._first_worker_number and options.get("worker_idx") is not None:
+            options["worker_idx"] -= self._first_worker_number
         super().init_on_receiver(model_id, **options)
 
-    def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    def _with_preset(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
         missing = [name for name in names if self.role is None and options.get(name) is None]
         return {**options, **{name: getattr(self, f"_{name}") for name in missing}}
 
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this is the sender, in this process."""
-        count_as_theirs(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
+        register_with_torchrl(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
         return self.role == "sender" and self.pid == os.getpid()
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this is a receiver, in this process."""
-        count_as_theirs(WeightSyncScheme)
+        register_with_torchrl(WeightSyncScheme)
         return self.role == "receiver" and self.pid == os.getpid()
 
     @property
@@ -423,11 +429,11 @@ class WeightSyncScheme(Scheme):
             self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
             self._model = model
         elif model is not self._model:
-            replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._patience))
+            replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._least_connect_seconds))
             if isinstance(self._bus.link, WorkerLink):
                 self.run_on_loop(replace)
             else:
-                now(replace())
+                run_without_waiting(replace())
 
     @property
     def context(self) -> Any:
@@ -439,7 +445,7 @@ class WeightSyncScheme(Scheme):
         if self.role is None:
             self._context = context
             return
-        self._context = self.sources.context = context = adapted(context)
+        self._context = self.sources.context = context = adapt_context(context)
         link = self._bus.link
         if self.is_registered and isinstance(link, WorkerLink):
             if isinstance(context, TorchRLContext):

@@ -22,7 +22,7 @@ class CountingCore(BusCore):
     _encoded = b""
 
     def join(self, scheme: Any, role: str, topic: str, num_workers: int | None = None) -> None:
-        if scheme.takes_part:
+        if scheme.moves_weights:
             raise ValueError(
                 "nothing travels over the bus of a NoWeightSyncScheme: construct one bus = Bus() and give it to the "
                 "other schemes (bus=bus)"
@@ -75,20 +75,20 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
     """The same with the blocking API."""
 
     def run_on_loop(self, make: blocking.Make[T]) -> T:
-        return blocking.now(make())
+        return blocking.run_without_waiting(make())
 
     @staticmethod
-    async def _awaitable(make: blocking.Make[T]) -> T:
+    async def awaitable(make: blocking.Make[T]) -> T:
         return await make()
 
-    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
+    def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
         return weights
 
 
 class NoSyncCore(Scheme):
     """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
 
-    takes_part = False
+    moves_weights = False
 
     def create_transport(self, **kwargs: Any) -> ChunkTransport:
         """A transport that moves nothing, either."""
@@ -111,10 +111,10 @@ class NoSyncCore(Scheme):
     async def _receive(self, *given: Any) -> None:
         self._check_open()
 
-    def _check_receives(self) -> NoReturn:
+    def _check_returns_weights(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
-    def check_takes(self) -> NoReturn:
+    def check_can_take(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to take")
 
 

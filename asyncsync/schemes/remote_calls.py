@@ -47,18 +47,18 @@ from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTranspo
 from asyncsync.transports.ray_private import kill, the_ray
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
-METHOD = "_receive_weights_scheme"
+RECEIVE_METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
-LOOK_SECONDS = 0.25
+CHECK_SENDER_SECONDS = 0.25
 # Longer than anything that the worker does there: its own limit has a better message.
 RPC_SECONDS = 180.0
 
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
-MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
-MARGIN = 1.0  # a connect that is late says why
-MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
-LOOK_FOR_ANSWER_SECONDS = 0.1
+TASK_NAME_PREFIX = f"{RECEIVE_METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
+CONNECT_MARGIN = 1.0  # a connect that is late says why
+TRANSFORM_MODEL_ID = "transform_module"  # what a transform's module is called where the sender gives it no name
+ANSWER_POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
@@ -95,43 +95,43 @@ def failure_of(error: BaseException) -> Exception:
 
 
 @dataclass
-class _Caller:
+class _WorkerCalls:
     """The calls of one worker's object."""
 
-    wanted: int = 0  # versions
-    ended: int = 0
-    failed: Exception | None = None  # why the last call has, that for the version ``ended``
+    wanted_version: int = 0
+    ended_version: int = 0
+    failure: Exception | None = None  # of the last call, which was for ``ended_version``
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-class _Calls:
+class _BusCalls:
     """The calls of one bus; see :class:`asyncsync.bus.carrier.Calls`."""
 
     def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
         self._bus = bus
         self._remotes = remotes
         self.call = call
-        self._callers: dict[int, _Caller] = {}
+        self._callers: dict[int, _WorkerCalls] = {}
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
         link = self._bus.trainer_link()
         chosen = link.machine.progress.targeted(version, models) if workers is None else workers
         for worker in chosen:
             if worker in self._remotes:
-                caller = self._callers.setdefault(worker, _Caller())
-                caller.wanted = version
+                caller = self._callers.setdefault(worker, _WorkerCalls())
+                caller.wanted_version = version
                 if caller.task is None:
                     caller.task = link.loop.create_task(self._run(worker, caller))
 
     def is_pending(self, worker: int, version: int) -> bool:
         caller = self._callers.get(worker)
-        return caller is not None and caller.ended < version <= caller.wanted
+        return caller is not None and caller.ended_version < version <= caller.wanted_version
 
     def failure(self, worker: int, version: int) -> Exception | None:
         caller = self._callers.get(worker)
-        return None if caller is None or caller.ended < version else caller.failed
+        return None if caller is None or caller.ended_version < version else caller.failure
 
-    async def _run(self, worker: int, caller: _Caller) -> None:
+    async def _run(self, worker: int, caller: _WorkerCalls) -> None:
         link = self._bus.trainer_link()
         targets = link.machine.targets
         called: dict[str, int] = {}
@@ -140,7 +140,7 @@ class _Calls:
             return version not in targets.pending
 
         try:
-            while caller.ended < (version := caller.wanted):
+            while caller.ended_version < (version := caller.wanted_version):
                 failed: Exception | None = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
@@ -151,7 +151,7 @@ class _Calls:
                         await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
                     failed = error
-                caller.ended, caller.failed = version, failed
+                caller.ended_version, caller.failure = version, failed
                 link.notify()
         finally:
             caller.task = None
@@ -168,7 +168,7 @@ class _Calls:
 class RemoteCallCore(Scheme):
     """A scheme of either API whose sender calls the workers' objects."""
 
-    _adopts = _is_introduced = True
+    _repoints_parameters = _is_introduced = True
 
     def _reset(self) -> None:
         super()._reset()
@@ -176,7 +176,9 @@ class RemoteCallCore(Scheme):
 
     # -- of a subclass ------------------------------------------------------------------------------------------------
 
-    _remotes_name: ClassVar[str]  # the attribute of a context in which TorchRL's collectors have the workers' objects
+    _remotes_attribute: ClassVar[
+        str
+    ]  # the attribute of a context in which TorchRL's collectors have the workers' objects
 
     @abstractmethod
     async def _call(self, call: Call) -> None:
@@ -219,11 +221,11 @@ class RemoteCallCore(Scheme):
         """
         given = remote_collectors if remotes is None else remotes
         if given is None and context is not None:
-            given = getattr(context, self._remotes_name, None)
+            given = getattr(context, self._remotes_attribute, None)
         if given is None:
             raise ValueError(
-                f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a context that "
-                "has them"
+                f"{type(self).__name__} calls {RECEIVE_METHOD}() of the workers' objects: pass remotes=[…], or a "
+                "context that has them"
             )
         found = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
         fixed = num_workers or self._bus.num_workers
@@ -233,16 +235,16 @@ class RemoteCallCore(Scheme):
         if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
         super().init_on_sender(context=context, num_workers=fixed, min_workers=min_workers, **options)
-        self._call_them(found)
+        self._set_remotes(found)
 
-    def _call_them(self, remotes: dict[int, Any]) -> None:
+    def _set_remotes(self, remotes: dict[int, Any]) -> None:
         self._remotes = remotes
-        self._bus.calls = _Calls(self._bus, remotes, self._call)
+        self._bus.calls = _BusCalls(self._bus, remotes, self._call)
 
-    def take_over(self, original: Scheme) -> None:
-        super().take_over(original)
+    def init_like(self, original: Scheme) -> None:
+        super().init_like(original)
         if self.role == "sender":
-            self._call_them(self._remotes)
+            self._set_remotes(self._remotes)
 
     @checked(Scheme.init_on_receiver)
     def init_on_receiver(
@@ -255,7 +257,7 @@ class RemoteCallCore(Scheme):
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None:
             return await super()._receive(timeout)
-        self._check_receive(timeout)
+        self._check_can_receive(timeout)
         version = call.version(self.topic)
         if call.uid != self._bus.uid or version is None:
             return None  # it is for another scheme of the same object
@@ -270,29 +272,29 @@ class RemoteCallCore(Scheme):
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
             # Not as a subclass connects: by RPC, only a call does.
-            await self._unless_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
+            await self._run_unless_sender_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
             self.last_returned = None  # the user has not been told of any yet
         try:
-            reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
-            return await self._unless_lost(call, reach)
+            reach = self._receive_version(version, max(0.0, deadline - loop.time()), call.versions)
+            return await self._run_unless_sender_lost(call, reach)
         except AckTimeout:
             if timeout is None:
                 raise
             return None
 
-    async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
+    async def _receive_version(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
         """This version, or a newer one, applied, with what these other models have got together with it; None if it was
         returned already."""
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_reached(self.topic, version, timeout, others)
-        return None if mark == before else await self._return(link, mark, before)
+        return None if mark == before else await self._return_copy(link, mark, before)
 
-    async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
+    async def _run_unless_sender_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
         """Do what a call asks for, unless the caller dies meanwhile: its successor calls again, and until then the
         object is to be had. Raises PeerLost."""
         task = asyncio.ensure_future(doing)
         try:
-            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=CHECK_SENDER_SECONDS))[0]:
                 link = self._bus.link
                 if isinstance(link, WorkerLink) and link.is_lost:
                     raise PeerLost(
@@ -307,7 +309,7 @@ class RemoteCallCore(Scheme):
 
     async def end_transport(self, timeout: float) -> None:
         calls = self._bus.calls
-        if isinstance(calls, _Calls) and calls.call == self._call:
+        if isinstance(calls, _BusCalls) and calls.call == self._call:
             await calls.close()
         await super().end_transport(timeout)
 
@@ -320,7 +322,7 @@ _current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 class RPCCore(RemoteCallCore):
     """What the scheme is, in both APIs."""
 
-    _remotes_name = "collector_rrefs"
+    _remotes_attribute = "collector_rrefs"
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
@@ -338,7 +340,7 @@ class RPCCore(RemoteCallCore):
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
-        await self._open(timeout)
+        await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
         machine = link.caught_up()
         machine.serve(self.topic, loop.time())
@@ -372,7 +374,10 @@ class RPCCore(RemoteCallCore):
 
         def begin() -> Any:
             call_there = import_module("torch.distributed.rpc").rpc_async
-            there, arguments = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_there, (rref, call.encode())
+            there, arguments = (
+                import_module("asyncsync.sync").RPCWeightSyncScheme.receive_in_worker,
+                (rref, call.encode()),
+            )
             calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
             calling.add_done_callback(lambda _: settle(done))
             return calling
@@ -392,15 +397,17 @@ class RPCCore(RemoteCallCore):
     # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
     # that import different modules of a package wait for each other; threads that all import asyncsync.sync do not.
     @classmethod
-    def receive_there(cls, rref: Any, encoded: bytes) -> Exception | None:
+    def receive_in_worker(cls, rref: Any, encoded: bytes) -> Exception | None:
         # In the worker: have the object receive. Returns what it raised.
         token = _current.set(Call.decode(encoded))
         try:
-            outcome = getattr(rref.local_value(), METHOD)()
+            outcome = getattr(rref.local_value(), RECEIVE_METHOD)()
             if inspect.isawaitable(outcome):
                 if inspect.iscoroutine(outcome):
                     outcome.close()
-                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
+                raise TypeError(
+                    f"{RECEIVE_METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop"
+                )
         except Exception as error:
             return failure_of(error)
         finally:
@@ -452,7 +459,7 @@ class ActorPlace(MeetingPlace):
         if self.actor is None:
             await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
         try:
-            await _called(self.actor.is_there)
+            await _call_actor(self.actor.is_there)
         except NotConnected as error:
             self.actor = None
             raise NotConnected(f"the actor {self._name} has ended; connect() may be called again") from error
@@ -462,7 +469,7 @@ class ActorPlace(MeetingPlace):
         class ConnectionInfo:
             def __init__(self) -> None:
                 self._answers: dict[int, asyncio.Future[bytes]] = {}
-                self._asked: asyncio.Queue[int] = asyncio.Queue()
+                self._unanswered: asyncio.Queue[int] = asyncio.Queue()
 
             async def is_there(self) -> None:
                 pass
@@ -470,11 +477,11 @@ class ActorPlace(MeetingPlace):
             async def ask(self, worker: int) -> bytes:
                 if worker not in self._answers:
                     self._answers[worker] = asyncio.get_running_loop().create_future()
-                    self._asked.put_nowait(worker)
+                    self._unanswered.put_nowait(worker)
                 return await asyncio.shield(self._answers[worker])
 
             async def asked(self) -> int:
-                return await self._asked.get()
+                return await self._unanswered.get()
 
             async def answer(self, worker: int, answer: bytes) -> None:
                 if worker in self._answers:
@@ -489,17 +496,17 @@ class ActorPlace(MeetingPlace):
             answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
             while not over.is_set():
                 with suppress(TimeoutError):
-                    return answer.result(LOOK_FOR_ANSWER_SECONDS)
+                    return answer.result(ANSWER_POLL_SECONDS)
         except (ValueError, ray.exceptions.RayError) as error:
             raise NotConnected(str(error)) from error
         raise NotConnected("there is no answer yet")
 
     async def asked(self) -> tuple[int, int]:
-        worker: int = await _called(self.actor.asked)
+        worker: int = await _call_actor(self.actor.asked)
         return worker, worker
 
     async def answer(self, key: int, answer: bytes) -> None:
-        await _called(self.actor.answer, key, answer)
+        await _call_actor(self.actor.answer, key, answer)
 
     async def end(self) -> None:
         actor, self.actor = self.actor, None
@@ -517,7 +524,7 @@ class ActorPlace(MeetingPlace):
         return f"{late} connect() may be called again"
 
 
-async def _called(method: Any, *args: Any) -> Any:
+async def _call_actor(method: Any, *args: Any) -> Any:
     """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
     no cluster, and would begin one."""
     ray = the_ray()
@@ -530,7 +537,7 @@ async def _called(method: Any, *args: Any) -> Any:
 class RayCore(RemoteCallCore):
     """What Ray's schemes are, in both APIs."""
 
-    _remotes_name = "remote_collectors"
+    _remotes_attribute = "remote_collectors"
 
     @declared
     def __init__(
@@ -545,7 +552,7 @@ class RayCore(RemoteCallCore):
 
     def _reset(self) -> None:
         super()._reset()
-        self._info_name = ""  # if it was told another
+        self._given_info_name = ""  # if it was told another
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -555,7 +562,7 @@ class RayCore(RemoteCallCore):
     @property
     def connection_info_name(self) -> str:
         """The name of the actor that has the workers' introductions."""
-        return self._info_name or f"asyncsync-{self._bus.uid}"
+        return self._given_info_name or f"asyncsync-{self._bus.uid}"
 
     @property
     def connection_info(self) -> str:
@@ -570,38 +577,38 @@ class RayCore(RemoteCallCore):
         if not isinstance(connection_info, str):
             ray = the_ray()
             connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
-        self._info_name = connection_info
+        self._given_info_name = connection_info
         scheme: Any = self
         scheme.connect(worker_idx=worker_idx)
 
     def _meeting_place(self) -> ActorPlace:
         return ActorPlace(self.connection_info_name)
 
-    async def _host(self) -> str:
+    async def _address_for_workers(self) -> str:
         host: str = await elsewhere(THREAD, lambda: the_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:
-        method = getattr(self._remotes[call.worker], METHOD)
+        method = getattr(self._remotes[call.worker], RECEIVE_METHOD)
         # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is
         # being restarted is called when it is there.
-        name = MARK + base64.b64encode(call.encode()).decode()
-        await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
+        name = TASK_NAME_PREFIX + base64.b64encode(call.encode()).decode()
+        await _wait_for_call(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
     def current_call(self) -> Call | None:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return None
         name = ray.get_runtime_context().get_task_name() or ""
-        if not name.startswith(MARK):
+        if not name.startswith(TASK_NAME_PREFIX):
             return None
         try:
-            return Call.decode(base64.b64decode(name.removeprefix(MARK)))
+            return Call.decode(base64.b64decode(name.removeprefix(TASK_NAME_PREFIX)))
         except (ValueError, TypeError):
             return None  # a name of the user's
 
 
-async def _returned(reference: Any, worker: int) -> None:
+async def _wait_for_call(reference: Any, worker: int) -> None:
     """Wait for the end of a call of this worker's actor."""
     exceptions = the_ray().exceptions
     try:
@@ -675,10 +682,12 @@ class TransformCore(RayCore):
             return
         scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
+        there = _wait_for_call(
+            initialise.remote(scheme=scheme.blocking, model_id=self.model_id or TRANSFORM_MODEL_ID), 0
+        )
         here = super().connect_sender(initial, timeout)
         try:
-            async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
+            async with asyncio.timeout(timeout + CONNECT_MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)
                 both.create_task(here)
         except* WeightSyncError as errors:

@@ -40,8 +40,8 @@ from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
-from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
-from asyncsync.schemes.torchrl import TorchRLContext, adapted
+from asyncsync.schemes.sources import Sources, as_tensordict, find_model, is_per_worker, resolve_model
+from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
@@ -73,8 +73,8 @@ class Scheme(ABC):
     bus_class: ClassVar[type[BusCore]]  # of this API
     own_bus_class: ClassVar[type[BusCore]]  # what a scheme without bus= gets
     is_blocking: ClassVar[bool]
-    takes_part: ClassVar[bool] = True  # in a bus that it shares
-    _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
+    moves_weights: ClassVar[bool] = True  # in a bus that it shares
+    _repoints_parameters: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
 
     @declared
@@ -99,7 +99,7 @@ class Scheme(ABC):
         self.selection = Selection(include, exclude, strict=strict)
         bus: BusCore | None = self._options.pop("bus")
         of_bus = {name: self._options.pop(name) for name in BUS_OPTIONS if name in given}
-        self.has_own_bus = bus is None or not self.takes_part
+        self.has_own_bus = bus is None or not self.moves_weights
         if bus is None:
             if self._is_introduced and of_bus["endpoint"] is None:
                 of_bus["endpoint"] = INTRODUCED
@@ -115,7 +115,7 @@ class Scheme(ABC):
                 f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
                 "or both asynchronous"
             )
-        elif not self.takes_part:
+        elif not self.moves_weights:
             bus = self.own_bus_class(num_workers=of_bus["num_workers"])
         elif of_bus["num_workers"] is not None:
             bus.agree_on_workers(of_bus["num_workers"], private=False)
@@ -124,7 +124,7 @@ class Scheme(ABC):
         self._devices: list[torch.device] | None = None
         configured = set(self.__dict__)
         self._reset()
-        self._local = self.__dict__.keys() - configured  # belongs to one role in one process, and does not travel
+        self._local_names = self.__dict__.keys() - configured  # belongs to one role in one process, and does not travel
 
     def _reset(self) -> None:
         self.role: str | None = None
@@ -146,11 +146,11 @@ class Scheme(ABC):
         self.is_registered = False
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # a sender's
-        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits for the other side
+        self._meeting_waits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits for the other side
 
     def __getstate__(self) -> dict[str, Any]:
         # Configuration only: no sockets, tasks, models or weights. What a user's subclass adds travels with it.
-        return {k: v for k, v in self.__dict__.items() if k not in self._local}
+        return {k: v for k, v in self.__dict__.items() if k not in self._local_names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
@@ -209,7 +209,7 @@ class Scheme(ABC):
         Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
-        if self.role == "sender" and source is not None and not by_worker(source):
+        if self.role == "sender" and source is not None and not is_per_worker(source):
             return as_tensordict(copy_flat(self.selection.part(flat_weights(self.strategy, source))))
         return self._bus.look(self.held_weights)
 
@@ -220,7 +220,7 @@ class Scheme(ABC):
             return None if held is None else held[2].copy().weights()
         if isinstance(link, TrainerLink):
             target = link.caught_up().targets.newest(-1, self.topic)
-            return None if target is None else _packed(target.slab).copy().weights()
+            return None if target is None else _wait_until_packed(target.slab).copy().weights()
         return None
 
     @property
@@ -256,7 +256,7 @@ class Scheme(ABC):
 
     # -- what is refused -----------------------------------------------------------------------------------------------
 
-    def check_fresh(self, role: str) -> None:
+    def check_can_init(self, role: str) -> None:
         if self.is_shut_down:
             raise ClosedError("this scheme was shut down; construct another")
         if self.is_registered and self.pid == os.getpid():
@@ -317,24 +317,24 @@ class Scheme(ABC):
         if self.role == "receiver" and self._bus.starting:
             raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
-    def _check_receive(self, timeout: float | None) -> None:
+    def _check_can_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
-        self._check_receives()
+        self._check_returns_weights()
         if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
             raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
         self._check_open()
 
-    def check_takes(self) -> None:
+    def check_can_take(self) -> None:
         # Raise RuntimeError: this is no receiver that takes versions.
         self._check_open()
         if not self.takes:
             raise RuntimeError("take() is for a receiver that was initialised with apply='on_take'")
 
-    def _check_receives(self) -> None:
+    def _check_returns_weights(self) -> None:
         if self.takes:
             raise RuntimeError("with apply='on_take' there is nothing to receive: take() lends each version")
 
-    def _check_not_held(self, timeout: float | None = None) -> None:
+    def _check_not_holding(self, timeout: float | None = None) -> None:
         """Refuse a wait that would never end. In the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
@@ -369,7 +369,7 @@ class Scheme(ABC):
         """
         return strategy.extract_weights(self.sources.resolve(weights, model_id, context))
 
-    def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
+    def _create_bound_transport(self, worker_idx: int, **options: Any) -> Any:
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, Carrier):
             made.bound_to = weakref.ref(self)
@@ -415,21 +415,21 @@ class Scheme(ABC):
         kind = getattr(import_module(package), name)
         twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
-        twin.take_over(self)
+        twin.init_like(self)
         return twin
 
-    def take_over(self, original: Scheme) -> None:
+    def init_like(self, original: Scheme) -> None:
         # This scheme was made from original: be initialised as that is.
         self._bus = original.bus.twin(self.own_bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
             return
-        self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
-        self._meetings, self._handles = {}, []
+        self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local_names})
+        self._meeting_waits, self._handles = {}, []
         if role == "sender":
-            self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
+            self._carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
         elif self._worker_idx is not None:
-            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **self._transport_options))
+            self._carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
         if self._bus.link is None:  # an earlier conversion of this scheme is replaced
             self._bus.schemes.pop(self.topic, None)
         self._bus.join(self, role, self.topic)
@@ -469,15 +469,15 @@ class Scheme(ABC):
             ValueError: arguments that exclude each other, or counts that disagree.
             RuntimeError: this scheme is connected already, or a receiver.
         """
-        context = adapted(context)
+        context = adapt_context(context)
         sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
         num_workers = sources.count_workers(num_workers, devices, self._bus.num_workers)
         if not self.has_own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
-        self.check_fresh("sender")
-        transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
+        self.check_can_init("sender")
+        transport = make_sender(self._create_bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
             self._bus.agree_on_least(min_workers, private=self.has_own_bus)
         self._bus.join(self, "sender", model_id or "", num_workers)
@@ -540,14 +540,14 @@ class Scheme(ABC):
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
         self._check_name(model_id)
-        context = adapted(context)
+        context = adapt_context(context)
         if worker_idx is None and context is not None:
             worker_idx = getattr(context, "worker_idx", None)
         self._check_worker(worker_idx)
         if model is None and context is not None:
             model = resolve_model(context, model_id)
-        self.check_fresh("receiver")
-        if self.takes_part and (check := getattr(context, "_check_receives", None)) is not None:
+        self.check_can_init("receiver")
+        if self.moves_weights and (check := getattr(context, "_check_receives", None)) is not None:
             check(model_id)
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
@@ -575,12 +575,12 @@ class Scheme(ABC):
             strategy=self.strategy,
             cast=cast,
             inplace=inplace is not False,
-            repoints=inplace is None and self._adopts,
+            repoints=inplace is None and self._repoints_parameters,
             selection=self.selection,
             apply=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
         )
         binding = make_binding(model)
-        transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
+        transport = None if worker_idx is None else make_receiver(self._create_bound_transport(worker_idx, **kwargs))
         bus = self._bus if self.has_own_bus else self._bus.for_receiver(worker_idx)
         if any(s is not self and s.reconnects is not reconnect for s in bus.schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
@@ -611,21 +611,21 @@ class Scheme(ABC):
         """Where both sides meet; None: nowhere, because the sender's calls bring the introductions."""
         return None
 
-    async def _host(self) -> str:
+    async def _address_for_workers(self) -> str:
         """Sender: an address of this host by which the workers reach it."""
         return own_address()
 
-    async def _open(self, timeout: float) -> None:
+    async def _host_meeting_place(self, timeout: float) -> None:
         """Sender: answer at the meeting place."""
         if not self._is_introduced or self._bus.endpoint != INTRODUCED:
             return
         if self._bus.link is None:
-            self._bus.open_trainer(await self._host())
+            self._bus.open_trainer(await self._address_for_workers())
         self._place = place = self._place or self._meeting_place()
         if place is None:
             return
         try:
-            async with self._meeting(place, timeout):
+            async with self._wait_at(place, timeout):
                 await place.host(self._bus.trainer_link().introductions)
         finally:
             if self.closed:  # meanwhile
@@ -639,17 +639,17 @@ class Scheme(ABC):
             return
         if bus.introduction is not None or (place := self._meeting_place()) is None:
             return  # introduced by another scheme of this bus, or to be introduced by a call
-        worker = self._which(worker_idx)
-        async with self._meeting(place, timeout, worker):
+        worker = self._resolve_worker_idx(worker_idx)
+        async with self._wait_at(place, timeout, worker):
             bus.introduction = await place.find(worker)
         if place.outlives_sender:
             bus.find_sender = partial(place.find, worker)
 
     @asynccontextmanager
-    async def _meeting(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
+    async def _wait_at(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
         """A wait that a shutdown ends. Raises ClosedError after a shutdown, NotConnected after the timeout."""
         limit = asyncio.timeout(timeout)
-        self._meetings[limit] = asyncio.get_running_loop()
+        self._meeting_waits[limit] = asyncio.get_running_loop()
         try:
             self._check_open()
             async with limit:
@@ -658,10 +658,10 @@ class Scheme(ABC):
             self._check_open()
             raise NotConnected(place.late(timeout, worker)) from error
         finally:
-            del self._meetings[limit]
+            del self._meeting_waits[limit]
 
-    def _end_meeting(self, limit: asyncio.Timeout) -> None:
-        if limit in self._meetings and not limit.expired():
+    def _end_wait(self, limit: asyncio.Timeout) -> None:
+        if limit in self._meeting_waits and not limit.expired():
             limit.reschedule(0.0)
 
     # -- connecting ----------------------------------------------------------------------------------------------------
@@ -677,18 +677,18 @@ class Scheme(ABC):
         if self.is_registered:
             return
         assert self.binding is not None
-        self._worker_idx = worker = self._which(worker_idx)
+        self._worker_idx = worker = self._resolve_worker_idx(worker_idx)
         if self._carrier is None:
-            self._carrier = make_receiver(self._bound_transport(worker, **self._transport_options))
+            self._carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
-        self._attach(link)
+        self._attach_gate(link)
         waits = {"manual": self._is_manual, "takes": self.takes}
         link.register(self.topic, self.binding, self._carrier, **waits, context=self._context)
         self._carrier.start_channel(worker)
         self.is_registered = True
 
-    def _which(self, worker_idx: int | None) -> int:
+    def _resolve_worker_idx(self, worker_idx: int | None) -> int:
         worker = self._worker_idx if worker_idx is None else worker_idx
         if worker is None and self._is_anonymous:
             self._worker_idx = worker = FIRST_ANONYMOUS + secrets.randbelow(FIRST_GUEST - FIRST_ANONYMOUS)
@@ -698,13 +698,13 @@ class Scheme(ABC):
 
     async def initial_source(self, weights: Any) -> Source | None:
         # The weights that a sender sends when it connects; None: it sends none.
-        if weights is None and (self.is_registered or not self.sources.exist()):
+        if weights is None and (self.is_registered or not self.sources.has_default()):
             return None
         return await self.extract_source(weights, None)
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         start = asyncio.get_running_loop().time()
-        await self._open(timeout)
+        await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
         transport = self.carrier()
         transport.start_channel(None)
@@ -740,7 +740,7 @@ class Scheme(ABC):
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def at_hand(self, weights: Any) -> FlatWeights | None:
+    def extract_at_once(self, weights: Any) -> FlatWeights | None:
         # What extract_source returns for all workers, if that takes a look at a module only; else None.
         if isinstance(weights, Taken):
             return weights.source if isinstance(weights.source, FlatWeights) else None
@@ -767,7 +767,7 @@ class Scheme(ABC):
 
     # -- what is received ----------------------------------------------------------------------------------------------
 
-    def _attach(self, link: WorkerLink) -> None:
+    def _attach_gate(self, link: WorkerLink) -> None:
         """Count calls that read the model."""
         if self._has_hooks and isinstance(self._model, nn.Module):
             self._handles += link.gate.attach(self._model)
@@ -781,7 +781,7 @@ class Scheme(ABC):
             raise RuntimeError("with apply='on_take' there is no model to update")
         self.binding, self._model = self._make_binding(model), model
         if isinstance(link := self._bus.link, WorkerLink):
-            self._attach(link)
+            self._attach_gate(link)
             await link.replace(self.topic, self.binding, timeout)
             await link.wait_connected(self.topic, timeout, link.loop.time() + timeout)
 
@@ -790,28 +790,28 @@ class Scheme(ABC):
         return None
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
-        self._check_receive(timeout)
+        self._check_can_receive(timeout)
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_newer(self.topic, before, timeout)
-        return None if mark is None else await self._return(link, mark, before)
+        return None if mark is None else await self._return_copy(link, mark, before)
 
-    async def _return(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
+    async def _return_copy(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.copy_held(self.topic, self._owned)
+            weights: TensorDict = await link.copy_held(self.topic, self._on_device)
         except BaseException:
-            self.take_back(mark, before)
+            self.mark_unreturned(mark, before)
             raise
         return weights
 
-    def take_back(self, mark: Mark | None, before: Mark | None) -> None:
+    def mark_unreturned(self, mark: Mark | None, before: Mark | None) -> None:
         # This update has not reached the caller: the next receive returns it, unless a newer one was returned.
         if self.last_returned == mark:
             self.last_returned = before
 
-    async def take_in(self, timeout: float | None) -> None:
+    async def apply_pending(self, timeout: float | None) -> None:
         # Apply what has come, without returning it.
-        self._check_receive(timeout)
+        self._check_can_receive(timeout)
         link = self._bus.worker_link()
         self.last_returned = link.mark(self.topic)  # what was applied before is not returned
         mark = await link.wait_newer(self.topic, self.last_returned, 0.0)
@@ -823,10 +823,10 @@ class Scheme(ABC):
         link = self._bus.link
         if not isinstance(link, WorkerLink) or link.machine.holdings.held.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.copy_held(self.topic, self._owned)
+        weights: TensorDict = await link.copy_held(self.topic, self._on_device)
         return weights
 
-    def _owned(self, slab: Slab) -> TensorDict:
+    def _on_device(self, slab: Slab) -> TensorDict:
         weights = slab.weights()
         device = None if self._devices is None or self._worker_idx is None else self._devices[self._worker_idx]
         return weights if device is None or device.type == "cpu" else weights.to(device)
@@ -853,8 +853,8 @@ class Scheme(ABC):
             await self.end_transport(timeout)
 
     async def end_transport(self, timeout: float) -> None:
-        for limit, loop in list(self._meetings.items()):  # another thread's, perhaps
-            call_soon(loop, partial(self._end_meeting, limit))
+        for limit, loop in list(self._meeting_waits.items()):  # another thread's, perhaps
+            call_soon(loop, partial(self._end_wait, limit))
         if self._place is not None:
             await self._place.close()
         if self._carrier is not None:
@@ -870,7 +870,7 @@ def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any
     return binding
 
 
-def _packed(slab: Slab) -> Slab:
+def _wait_until_packed(slab: Slab) -> Slab:
     """Wait for the thread that packs this slab: it takes milliseconds."""
     deadline = time.monotonic() + 10.0
     while slab.packed < slab.nbytes:

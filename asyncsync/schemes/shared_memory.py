@@ -21,7 +21,7 @@ from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 class SlotCore(Scheme):
     """What the schemes of this file have in common, in both APIs."""
 
-    _adopts = True
+    _repoints_parameters = True
     _transports: ClassVar[tuple[type[SlotTransport], ...]] = SharedMemTransport, BlockingSharedMemTransport
 
     @declared
@@ -57,7 +57,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 class CopyCore(SlotCore):
     """What ``MultiProcessWeightSyncScheme`` has in both APIs."""
 
-    _adopts = False
+    _repoints_parameters = False
     _transports = MPTransport, BlockingMPTransport
 
 

@@ -45,7 +45,7 @@ class Sources:
         given = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one source of weights")
-        if by_worker(weights) and any(map(_is_plain, weights.values())):
+        if is_per_worker(weights) and any(map(_is_plain_dict, weights.values())):
             raise ValueError(
                 f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
                 "all workers has strings as keys"
@@ -54,7 +54,7 @@ class Sources:
         self.weights = weights if params_map is None else dict(params_map)
         self.registered = self.weights if model is None else model
         self.device_map_fn = device_map_fn
-        self._is_mapped = params_map is not None
+        self._is_params_map = params_map is not None
         self._model_id = model_id
         self.context = context
 
@@ -63,7 +63,7 @@ class Sources:
         they leave it open. ``known``: what it is already."""
         if self.device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
-        params_map = self.weights if self._is_mapped else None
+        params_map = self.weights if self._is_params_map else None
         for name, entries in (("devices", devices), ("params_map", params_map)):
             if entries is not None:
                 if num_workers not in (None, len(entries)):
@@ -77,7 +77,7 @@ class Sources:
             raise ValueError("device_map_fn needs num_workers")
         return num_workers
 
-    def exist(self) -> bool:
+    def has_default(self) -> bool:
         """Whether there is anything to be sent without an argument."""
         if self.registered is not None:
             return True
@@ -111,15 +111,15 @@ class Sources:
         hook: Hook | None,
         workers: list[int] | None,
         count: int | None,
-        sent: Callable[[], set[Path] | None],
+        keys_sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
         """What an argument stands for, with its values of now: in the caller's thread, for these of ``count`` workers.
         ``sent`` returns the keys of what was sent last; None: nothing was."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
-            if workers is not None and by_worker(weights):
+            if workers is not None and is_per_worker(weights):
                 weights = {worker: given for worker, given in weights.items() if worker in workers}
-        if by_worker(weights):
+        if is_per_worker(weights):
             if wrong := [
                 worker
                 for worker in weights
@@ -131,11 +131,13 @@ class Sources:
             if without := sorted(set(workers or ()) - weights.keys()):
                 raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
             each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
-            if not self._is_mapped and (unsure := sorted(w for w, given in weights.items() if _is_plain(given))):
-                known = sent()
-                if known is None and hook is None and not by_worker(self.registered):
+            if not self._is_params_map and (
+                unsure := sorted(w for w, given in weights.items() if _is_plain_dict(given))
+            ):
+                known = keys_sent()
+                if known is None and hook is None and not is_per_worker(self.registered):
                     known = None if self.registered is None else flat_weights(strategy, self.registered).keys()
-                self._check_unsure(unsure, each, known or set())
+                self._check_integer_keys(unsure, each, known or set())
         else:
             flat = await self._flat(weights, strategy, hook)
             if self.device_map_fn is None:
@@ -154,7 +156,7 @@ class Sources:
         prepared = hook(weights, self._model_id, strategy, self.context)
         return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
 
-    def _check_unsure(self, unsure: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+    def _check_integer_keys(self, unsure: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
         """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
         optimiser's state is, rather than a dict for each worker."""
         if wrong := [worker for worker in unsure if known.isdisjoint(flat[worker].keys())]:
@@ -166,7 +168,7 @@ class Sources:
             )
 
 
-def by_worker(weights: Any) -> bool:
+def is_per_worker(weights: Any) -> bool:
     """Whether these are ``{worker_idx: weights}``."""
     if weights is None or isinstance(weights, nn.Module):
         return False
@@ -175,7 +177,7 @@ def by_worker(weights: Any) -> bool:
     return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
 
 
-def _is_plain(weights: Any) -> bool:
+def _is_plain_dict(weights: Any) -> bool:
     """Whether this is a dict, and neither a module nor a TensorDict."""
     return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
 
@@ -190,7 +192,7 @@ def as_tensordict(flat: FlatWeights) -> TensorDict:
 def resolve_model(context: Any, model_id: str | None) -> Any:
     """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
     ValueError: it knows none."""
-    model, reason = _look(context, model_id)
+    model, reason = _look_up_model(context, model_id)
     if model is not None:
         return model
     kind = type(context.target if isinstance(context, TorchRLContext) else context).__name__
@@ -207,10 +209,10 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
 
 def find_model(context: Any, model_id: str | None) -> Any:
     """The model that a context knows under this name; None: there is none, or no context."""
-    return None if context is None else _look(context, model_id)[0]
+    return None if context is None else _look_up_model(context, model_id)[0]
 
 
-def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
+def _look_up_model(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
     """The model, or why there is none."""
     get_model = getattr(context, "get_model", None)
     if get_model is not None:
@@ -226,12 +228,12 @@ def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
     if not model_id:
         return None, None
     try:
-        return follow(context, model_id), None
+        return follow_path(context, model_id), None
     except (AttributeError, LookupError, TypeError) as error:
         return None, error
 
 
-def follow(target: Any, path: str) -> Any:
+def follow_path(target: Any, path: str) -> Any:
     """What an attribute path leads to from this object: names, ``[0]`` and ``['key']``. Nothing is evaluated. Raises
     AttributeError, LookupError, TypeError: it leads nowhere."""
     position = 0

@@ -49,11 +49,11 @@ class Version:
             raise RuntimeError(f"version {self.version} was given back when the block ended: take it again")
         return ((".".join(path), tensor) for path, tensor in self._slab.tensors().items())
 
-    def end(self) -> None:
+    def expire(self) -> None:
         # The block ends.
         self._slab = None
         if self.previous is not None:
-            self.previous.end()
+            self.previous.expire()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.version}, epoch={self.epoch!r})"
@@ -70,25 +70,25 @@ class Taking:
         if epoch is not None and not isinstance(epoch, str):
             raise TypeError(f"epoch is a str, as scheme.epoch, not {epoch!r}")
         check_timeout(timeout)
-        scheme.check_takes()
+        scheme.check_can_take()
         self._scheme = scheme
-        self._asked = version, epoch, timeout
+        self._request = version, epoch, timeout
         self._link: WorkerLink | None = None
-        self._shown: Version | None = None
+        self._lent: Version | None = None
 
     async def __aenter__(self) -> Version:
         if self._link is not None:
             raise RuntimeError("this block was used already: call take() again")
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
         before = link.acting([model_id])
-        taken = await link.take(model_id, *self._asked)
+        taken = await link.take(model_id, *self._request)
         self._link, self._taken = link, taken
         part, previous = taken.staging.parts[model_id], None
         if model_id in taken.previous:
             epoch, version, slab = taken.previous[model_id]
             previous = Version(version, epoch, before.metadata, slab)
-        self._shown = Version(part.version, taken.staging.epoch, part.metadata, part.slab, previous)
-        return self._shown
+        self._lent = Version(part.version, taken.staging.epoch, part.metadata, part.slab, previous)
+        return self._lent
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.give_back(error)
@@ -99,8 +99,8 @@ class Taking:
         if taken is None:
             return
         assert self._link is not None
-        assert self._shown is not None
-        self._shown.end()
+        assert self._lent is not None
+        self._lent.expire()
         self._link.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
@@ -121,18 +121,18 @@ class BlockingTaking:
         try:
             taken: Version = self._scheme.run_on_loop(self._taking.__aenter__)
         except BaseException:  # an interrupt may come between taking and returning it
-            self._end(None, unused=True)
+            self._give_back(None, unused=True)
             raise
         return taken
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            self._end(error)
+            self._give_back(error)
         except BaseException:  # an interrupt may have come before it was given back
-            self._end(error)
+            self._give_back(error)
             raise
 
-    def _end(self, error: BaseException | None, *, unused: bool = False) -> None:
+    def _give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
         async def end() -> None:
             self._taking.give_back(error, unused=unused)
 

@@ -34,14 +34,14 @@ from asyncsync.transports.torch_private import default_store
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
 # TorchRL's collector has its own stores on its port and the next one.
-AFTER_TCP_PORT = 2
+STORE_PORT_OFFSET = 2
 
 
 class DistributedCore(Scheme):
     """What ``DistributedWeightSyncScheme`` has in both APIs. ``_store_info``: where its own store is; None: it has
     none, or not yet."""
 
-    _adopts = True
+    _repoints_parameters = True
     _is_introduced = True
     _place: StorePlace | None
 
@@ -61,9 +61,9 @@ class DistributedCore(Scheme):
         """The transport of this scheme's API."""
         kind = BlockingDistributedTransport if self.is_blocking else DistributedTransport
         sizes = self._options["map_above"], self._options["pair_above"]
-        return kind(self._listens_at(), *sizes, backend=self.backend)
+        return kind(self._serving_host(), *sizes, backend=self.backend)
 
-    def _listens_at(self) -> str:
+    def _serving_host(self) -> str:
         """The address of this host at which a sender serves its workers."""
         endpoint = self._bus.endpoint
         if endpoint != INTRODUCED:
@@ -76,18 +76,18 @@ class DistributedCore(Scheme):
 
     # -- where they meet -----------------------------------------------------------------------------------------------
 
-    def _in_group(self, address: str) -> bool:
+    def _uses_group_store(self, address: str) -> bool:
         """Whether they meet in the store of the process group, if there is one: they have no address, and no store."""
         return address == INTRODUCED and self._store_info is None
 
     def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:
         name = self.topic if self._store_info is None else ""  # in a store of its own there is no other scheme
-        return StorePlace(name, partial(_client_of, self._store_info, self._options["timeout"]), own)
+        return StorePlace(name, partial(_store_client, self._store_info, self._options["timeout"]), own)
 
     @checked(Scheme.init_on_sender)
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         place = None  # in a process group, one is made when it connects
-        if self._in_group(self._bus.endpoint) and default_store() is not None:
+        if self._uses_group_store(self._bus.endpoint) and default_store() is not None:
             if not options.get("model_id"):
                 raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
             elastic = options.get("min_workers") is not None or self._bus.min_workers != 1
@@ -116,11 +116,11 @@ class DistributedCore(Scheme):
         port = getattr(context, "tcp_port", None)
         if port is not None:
             with suppress(NotConnected):  # another program's
-                return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
+                return OwnStore(own_address(), int(port) + STORE_PORT_OFFSET)
         return OwnStore(own_address())
 
-    def take_over(self, original: Scheme) -> None:
-        super().take_over(original)
+    def init_like(self, original: Scheme) -> None:
+        super().init_like(original)
         if self._place is not None:
             self._place = self._meeting_place(self._place.own)
 
@@ -129,25 +129,25 @@ class DistributedCore(Scheme):
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:
         is_told = worker_idx is not None or getattr(context, "worker_idx", None) is not None
-        is_in_group = self._in_group(self._bus.connect_endpoint) and default_store() is not None
+        is_in_group = self._uses_group_store(self._bus.connect_endpoint) and default_store() is not None
         if not is_told and is_in_group and distributed.get_rank():
             worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
 
-    def check_fresh(self, role: str) -> None:
-        super().check_fresh(role)
-        if role == "receiver" and self._in_group(self._bus.connect_endpoint) and default_store() is None:
+    def check_can_init(self, role: str) -> None:
+        super().check_can_init(role)
+        if role == "receiver" and self._uses_group_store(self._bus.connect_endpoint) and default_store() is None:
             raise RuntimeError(
                 "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
                 "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both sides "
                 "before"
             )
 
-    async def _host(self) -> str:
-        return await elsewhere(THREAD, self._listens_at)
+    async def _address_for_workers(self) -> str:
+        return await elsewhere(THREAD, self._serving_host)
 
 
-def _client_of(store_info: Address | None, timeout: float) -> Any:
+def _store_client(store_info: Address | None, timeout: float) -> Any:
     if store_info is not None:
         return connect(store_info, timeout)
     if (store := default_store()) is None:

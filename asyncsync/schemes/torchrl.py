@@ -20,17 +20,17 @@ from asyncsync.errors import NotConnected
 # TorchRL has no limit for the time in which workers make their environments; it sees at once when one of them ends.
 START_SECONDS = 600.0
 
-_counted: set[type] = set()
+_registered: set[type] = set()
 
 
-def count_as_theirs(kind: type) -> None:
+def register_with_torchrl(kind: type) -> None:
     """Where TorchRL is loaded, this class of schemes counts as its ``WeightSyncScheme``: its collectors ask."""
-    if "torchrl" in sys.modules and kind not in _counted:
+    if "torchrl" in sys.modules and kind not in _registered:
         import_module("torchrl.weight_update").WeightSyncScheme.register(kind)
-        _counted.add(kind)
+        _registered.add(kind)
 
 
-class Refusal:
+class RefusedAttribute:
     """A name that a scheme has not; TorchRL, which asks for it, shows why."""
 
     def __get__(self, scheme: Any, owner: type) -> NoReturn:
@@ -40,16 +40,16 @@ class Refusal:
         )
 
 
-def adapted(context: Any) -> Any:
+def adapt_context(context: Any) -> Any:
     """A collector or an inference server of TorchRL's as this library's schemes understand it; another context as it
     is."""
-    collector = _loaded("torchrl.collectors", "BaseCollector")
-    server = _loaded("torchrl.modules.inference_server", "InferenceServer")
+    collector = _loaded_class("torchrl.collectors", "BaseCollector")
+    server = _loaded_class("torchrl.modules.inference_server", "InferenceServer")
     is_theirs = any(kind is not None and isinstance(context, kind) for kind in (collector, server))
     return TorchRLContext(context) if is_theirs else context
 
 
-def _loaded(module: str, name: str) -> Any:
+def _loaded_class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -77,9 +77,9 @@ class TorchRLContext:
         return getattr(self.target, "num_workers", None)
 
     @property
-    def first_number(self) -> int:
+    def first_worker_number(self) -> int:
         """What the collector calls its first worker: TorchRL's DistributedCollector tells workers their ranks."""
-        ranked = _loaded("torchrl.collectors.distributed", "DistributedCollector")
+        ranked = _loaded_class("torchrl.collectors.distributed", "DistributedCollector")
         return int(ranked is not None and isinstance(self.target, ranked))
 
     def get_model(self, model_id: str) -> Any:
@@ -94,7 +94,7 @@ class TorchRLContext:
         except (AttributeError, ValueError) as error:
             raise LookupError(f"{error} Pass weights, or give {type(target).__name__} the model") from error
 
-    def first_weights(self, model_id: str) -> nn.Module | None:
+    def initial_model(self, model_id: str) -> nn.Module | None:
         """What the factory makes from which all workers have their policies: with TorchRL's schemes, too, they begin
         with the same weights. None: each begins with what its own factory makes."""
         first, *others = getattr(self.target, "policy_factory", None) or [None]
@@ -145,22 +145,22 @@ class TorchRLContext:
         target = self.target
         if target is None or not self.connected or getattr(target, "closed", False):
             return False
-        return not self._acts_alone or getattr(target, "policy_version_tracker", None) is not None
+        return not self._is_plain_collector or getattr(target, "policy_version_tracker", None) is not None
 
     def update_policy_weights_(
         self, weights: Any = None, *, model_id: str = "policy", weights_dict: Mapping[str, Any] | None = None
     ) -> None:
         """An update is in the model: count the version, and pass it on to the workers of a collector that has some."""
         for name, each in ({model_id: weights} if weights_dict is None else weights_dict).items():
-            if not self._acts_alone:
+            if not self._is_plain_collector:
                 self.target.update_policy_weights_(policy_or_weights=each, model_id=name)
             elif name == "policy":
                 self.target.increment_version()
 
     @property
-    def _acts_alone(self) -> bool:
+    def _is_plain_collector(self) -> bool:
         # Its own method would copy the weights once more, past the gate, and knows no model but the policy.
-        target, collector = self.target, _loaded("torchrl.collectors", "Collector")
+        target, collector = self.target, _loaded_class("torchrl.collectors", "Collector")
         return (
             collector is not None
             and isinstance(target, collector)

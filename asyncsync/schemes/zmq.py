@@ -15,7 +15,7 @@ from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 class ChunkCore(Scheme):
     """What ``ZMQWeightSyncScheme`` has in both APIs."""
 
-    _adopts = True
+    _repoints_parameters = True
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[ZMQOptions]) -> None:
