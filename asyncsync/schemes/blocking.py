@@ -1,10 +1,10 @@
-"""The blocking API of every scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, run on the one
-event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+"""The blocking API of every bus and scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, which
+run on the one event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
-What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
-``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
-return values are those of TorchRL's "WeightSyncScheme" page. TorchRL's collectors ask for some more, which no asyncio
-class has: an asyncio scheme refuses the first of them.
+The weights are extracted from their source in the caller's thread, because that uses the caller's code and state: a
+strategy, a ``prepare_weights``, a context, the thread's current CUDA stream. Names, overloads and return values are
+those of TorchRL's "WeightSyncScheme" page, and of TorchRL's collectors, which use some more. The asyncio classes lack
+these; they refuse the first with an error that says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 def bind_extracted(
     method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any
 ) -> Any:
-    """The coroutine of a method of weights and workers. The weights are taken here, in the caller's thread."""
+    """Bind the arguments of a coroutine function that sends, and extract the weights now, in the caller's thread."""
     workers = as_workers(worker_ids)
     return partial(method, self, self.extract_here(weights, workers), workers, *args, **more)
 
@@ -48,8 +48,10 @@ def bind_extracted(
 def as_blocking(
     method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
 ) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
-    called ``run`` runs on the loop what ``make`` makes of the call."""
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring.
+
+    ``make`` binds the call's arguments; the method named ``run`` runs the resulting coroutine on the loop.
+    """
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -60,26 +62,25 @@ def as_blocking(
 
 
 def for_any_loop(method: Coroutines[P, T]) -> Coroutines[P, T]:
-    """The same of a method that sends, for a coroutine of any event loop."""
-    make: Callable[..., Make[T]] = bind_extracted
+    """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0].awaitable(make(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].awaitable(bind_extracted(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
     call.__name__ = f"{name}_async"
     call.__doc__ = (
-        f":meth:`{name}` for a coroutine of any event loop; returns the version. The source must not change until it "
-        "returns. The weights travel by the library's own loop, however busy that one is."
+        f":meth:`{name}` for coroutines on any event loop; returns the version. The source must not change before it "
+        "returns. The weights travel on the library's own loop, even while the caller's loop is busy."
     )
     return call
 
 
 def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that has nothing to wait for. Raises TypeError: it waits, because a hook of the user's is a
-    coroutine function."""
+    """Run a coroutine that never has to wait, without an event loop. Raises TypeError if it waits, because the user's
+    ``prepare_weights`` is a coroutine function."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -87,7 +88,7 @@ def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise TypeError(
-        "prepare_weights of a blocking scheme must be an ordinary method; coroutines belong to asyncsync's own classes"
+        "prepare_weights of a blocking scheme must be an ordinary method; only an asyncio scheme's may be a coroutine"
     )
 
 
@@ -112,7 +113,7 @@ class Bus(BusCore):
             bus.connect()
             bus.send({"policy": policy, "value": value})     # each worker switches both, or none
 
-    The methods are described at :class:`asyncsync.Bus`.
+    :class:`asyncsync.Bus` describes the methods.
     """
 
     __enter__, __exit__ = _begin, _end
@@ -128,11 +129,8 @@ class Bus(BusCore):
     publish_async = for_any_loop(AsyncBus.publish)
     stage = as_blocking(AsyncBus.stage, make=bind_extracted)
     send_async = for_any_loop(AsyncBus.send_async)
-    wait_staged, commit, drop = (
-        as_blocking(AsyncBus.wait_staged),
-        as_blocking(AsyncBus.commit),
-        as_blocking(AsyncBus.drop),
-    )
+    wait_staged = as_blocking(AsyncBus.wait_staged)
+    commit, drop = as_blocking(AsyncBus.commit), as_blocking(AsyncBus.drop)
     wait_version, wait_lag = as_blocking(AsyncBus.wait_version), as_blocking(AsyncBus.wait_lag)
     shutdown = as_blocking(AsyncBus.shutdown, run="end_on_loop")
 
@@ -151,7 +149,7 @@ class Bus(BusCore):
         )
 
     def wait_origin(self, version: int, timeout: float) -> None:
-        # Receiver: see asyncsync.bus.applying.Applying.wait_origin.
+        # Receiver: run asyncsync.bus.applying.Applying.wait_origin on the loop.
         self.run_on_loop(lambda: self.worker_link().wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
@@ -159,26 +157,26 @@ class Bus(BusCore):
         super().check_open(role)
 
     def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
-        # The values of the sources, taken here and now.
+        # The current values of the sources, extracted in the caller's thread.
         return {topic: Taken(source) for topic, source in run_without_waiting(self._take(weights, workers)).items()}
 
     awaitable = staticmethod(loop_thread.awaitable)
 
     @property
     def _open_link(self) -> TrainerLink | WorkerLink | None:
-        """What runs on the loop; None: nothing."""
+        """The link, if it is open in this process; else None."""
         link = self._link
         return None if link is None or link.closed or link.is_inherited else link
 
     def run_on_loop(self, make: Make[T]) -> T:
         async def kept() -> T:
-            loop_thread.keep(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
+            loop_thread.keep(self._shutdown, True)  # shut down at exit, even if that comes while this connects
             try:
                 return await make()
             finally:
                 if (link := self._open_link) is not None and self.is_shut_down:
-                    await link.shutdown()  # another thread has shut this bus down just before the link was opened
-                # Again: another call, which has found no link, may have let it go.
+                    await link.shutdown()  # this call opened it after another thread had shut the bus down
+                # Also if there is a link: another call that found none before may have ended the keeping.
                 loop_thread.keep(self._shutdown, self._open_link is not None)
 
         return loop_thread.run(kept)
@@ -203,10 +201,10 @@ class Bus(BusCore):
 
 @in_sync_as("WeightSyncScheme")
 class WeightSyncScheme(Scheme):
-    """One model's weights, kept in step by blocking calls.
+    """Keeps the weights of one model in step, with blocking calls.
 
-    ``model``, ``context`` and ``worker_idx`` may be set before it is initialised: then they stand for what
-    ``init_on_sender`` or ``init_on_receiver`` are not given.
+    ``model``, ``context`` and ``worker_idx`` may be set before the scheme is initialised. ``init_on_sender`` and
+    ``init_on_receiver`` use them for arguments that they are not given.
     """
 
     bus_class: ClassVar[type[BusCore]] = Bus
@@ -224,11 +222,11 @@ class WeightSyncScheme(Scheme):
 
     @property
     def aio(self) -> AsyncScheme:
-        """This scheme with the asyncio API of :mod:`asyncsync`; to be taken before connecting.
+        """This scheme with the asyncio API of :mod:`asyncsync`. Convert it before connecting.
 
         Raises:
             RuntimeError: this scheme is connected.
-            TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
+            TypeError: a class of your own, which has no counterpart in :mod:`asyncsync`.
         """
         twin: AsyncScheme = self._convert()
         return twin
@@ -316,7 +314,7 @@ class WeightSyncScheme(Scheme):
     receive.__doc__ = AsyncScheme.receive.__doc__
 
     def receive_update(self, timeout: float | None) -> TensorDict | None:
-        # What receive returns, unless a subclass has another one.
+        # As receive, also where a subclass's receive returns no weights.
         self._check_not_holding(timeout)
         call = self.current_call()
         return self._run_delivering(lambda: self._receive(timeout, call))
@@ -328,13 +326,13 @@ class WeightSyncScheme(Scheme):
         self._bus.end_on_loop(make)
 
     def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
-        # The weights, taken from their source here and now.
+        # The current values of the weights, extracted in the caller's thread.
         self._check_open()
         return self._bus.extract_here({self.topic: weights}, workers)[self.topic]
 
     def _run_delivering(self, make: Make[T]) -> T:
-        """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
-        them."""
+        """Return weights to the caller. If an exception strikes in the caller's thread before it has them, the next
+        receive returns them."""
         undo: list[Callable[[], None]] = []
         interrupted = False
 
@@ -343,7 +341,7 @@ class WeightSyncScheme(Scheme):
             weights = await make()
             mark_unreturned = partial(self.mark_unreturned, self.last_returned, before)
             undo.append(mark_unreturned)
-            if interrupted:  # for a second time, perhaps
+            if interrupted:  # the handler below may have run before this entry was there
                 mark_unreturned()
             return weights
 
@@ -355,10 +353,10 @@ class WeightSyncScheme(Scheme):
                 mark_unreturned()
             raise
 
-    # -- what TorchRL's collectors ask for, and set --------------------------------------------------------------------
+    # -- what TorchRL's collectors read and set ------------------------------------------------------------------------
 
-    # The workers of a sender get both with the scheme: seconds that connect() waits at least, and the number by which
-    # TorchRL's collector calls the first of them.
+    # Set on a sender, and pickled with the scheme for its workers: the shortest timeout of connect(), in seconds, and
+    # the number that TorchRL's collector gives its first worker.
     _least_connect_seconds: float = 0.0
     _first_worker_number: int = 0
 
@@ -387,7 +385,7 @@ class WeightSyncScheme(Scheme):
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this is the sender, in this process."""
-        register_with_torchrl(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
+        register_with_torchrl(WeightSyncScheme)  # TorchRL reads this first; it may have been imported since _reset()
         return self.role == "sender" and self.pid == os.getpid()
 
     @property
@@ -413,10 +411,10 @@ class WeightSyncScheme(Scheme):
 
     @property
     def model(self) -> Any:
-        """The registered model, on a sender with a context that one's; None when unset.
+        """The registered model; on a sender that has only a context, the context's model. None when unset.
 
-        Set on a sender, it is what a bare ``send()`` sends. Set on a receiver, it takes the place of the other: it has
-        the current weights when this returns, and gets the updates from then on.
+        Set it on a sender to have ``send()`` without an argument send this model. Set it on a receiver to replace the
+        model: when this returns, the new one has the current weights, and gets the updates from then on.
         """
         return super().model
 
@@ -437,7 +435,7 @@ class WeightSyncScheme(Scheme):
 
     @property
     def context(self) -> Any:
-        """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
+        """The context object; None when unset. A context that is set on a receiver learns of each later update."""
         return super().context
 
     @context.setter
@@ -464,8 +462,8 @@ class WeightSyncScheme(Scheme):
         if self.role is None:
             self._worker_idx = worker_idx
         elif self.role == "sender" or self._worker_idx is not None:
-            who = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
-            raise RuntimeError(f"this is {who} already: worker_idx belongs to a receiver, and is set once")
+            side = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
+            raise RuntimeError(f"this scheme is {side} already: worker_idx can be set once, on a receiver")
         else:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx
