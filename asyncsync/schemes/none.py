@@ -1,4 +1,4 @@
-"""No synchronisation: for workers that share the trainer's model, or never need new weights."""
+"""The scheme without synchronisation: for workers that share the trainer's model, or never need new weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class CountingCore(BusCore):
-    """A bus over which nothing travels: it counts publications, and waits for nobody."""
+    """A bus without connections: it counts publications, and waits for no worker."""
 
-    _encoded = b""
+    _encoded_metadata = b""  # of the last publication
 
     def join(self, scheme: Any, role: str, topic: str, num_workers: int | None = None) -> None:
         if scheme.moves_weights:
@@ -30,7 +30,7 @@ class CountingCore(BusCore):
         super().join(scheme, role, topic, num_workers)
 
     async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
-        self._encoded = encode_metadata(metadata)
+        self._encoded_metadata = encode_metadata(metadata)
         self.carried += 1
         return self.carried
 
@@ -57,22 +57,22 @@ class CountingCore(BusCore):
         return nullcontext(Shown(self.version, self.metadata_of(models)))
 
     def metadata_of(self, models: Any) -> dict[str, Any]:
-        return decode_metadata(self._encoded)
+        return decode_metadata(self._encoded_metadata)
 
     def check_counts(self) -> None:
         pass
 
     def carry_on(self, version: int) -> None:
         super().carry_on(version)
-        self._encoded = b""
+        self._encoded_metadata = b""
 
 
 class CountingBus(CountingCore, aio.Bus):
-    """The same with the API of asyncio."""
+    """The bus of an asyncio NoWeightSyncScheme."""
 
 
 class BlockingCountingBus(CountingCore, blocking.Bus):
-    """The same with the blocking API."""
+    """The bus of a blocking NoWeightSyncScheme. It needs no loop thread, because it waits for nothing."""
 
     def run_on_loop(self, make: blocking.Make[T]) -> T:
         return blocking.run_without_waiting(make())
@@ -86,12 +86,12 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
 
 
 class NoSyncCore(Scheme):
-    """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
+    """``NoWeightSyncScheme`` without an API. It waits for nothing, and reads no weights."""
 
     moves_weights = False
 
     def create_transport(self, **kwargs: Any) -> ChunkTransport:
-        """A transport that moves nothing, either."""
+        """A transport, which this scheme never uses."""
         return BlockingZMQTransport() if self.is_blocking else ZMQTransport()
 
     def _check_connect(self, *given: Any) -> None:
@@ -119,7 +119,7 @@ class NoSyncCore(Scheme):
 
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None, and
-    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
+    """A scheme that moves no weights: ``connect`` returns at once, ``publish`` only counts versions, ``receive``
+    returns None, and ``fetch`` raises RuntimeError. It counts its own versions, also if it is given a ``bus=``."""
 
     own_bus_class: ClassVar[type[BusCore]] = CountingBus
