@@ -1,5 +1,5 @@
-"""Where the weights that a sender sends come from: an argument, the registered source, or a context, which has
-``get_model(model_id)``, or its models under attribute paths such as ``env.transform[0].module``."""
+"""Where a sender's weights come from: an argument of the call, the registered source, or a context. A context has a
+method ``get_model(model_id)``, or has its models under attribute paths such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _STEP = re.compile(
 )
 
 Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
-"""A ``prepare_weights`` of a user's own."""
+"""A user's own ``prepare_weights``."""
 
 
 class Sources:
-    """The sources of one model; the arguments are those of ``init_on_sender``. ``registered``: the model, or the
-    weights; None: neither. Raises ValueError: several sources, or weights that look like one dict for each worker."""
+    """The sources of one model's weights, from the arguments of ``init_on_sender``. ``registered``: the model, or the
+    weights; None: neither was given. Raises ValueError for several sources, or for ``weights`` that look like
+    ``{worker_idx: weights}``."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Sources:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one source of weights")
         if is_per_worker(weights) and any(map(_is_plain_dict, weights.values())):
             raise ValueError(
-                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
-                "all workers has strings as keys"
+                f"weights has the keys {sorted(weights)}: pass {{worker_idx: weights}} as params_map; one dict for all "
+                "workers must have strings as keys"
             )
         self.model = model
         self.weights = weights if params_map is None else dict(params_map)
@@ -59,8 +60,9 @@ class Sources:
         self.context = context
 
     def count_workers(self, num_workers: int | None, devices: Sequence[Any] | None, known: int | None) -> int | None:
-        """The number of workers by the arguments of ``init_on_sender``, which must agree, else by the context; None:
-        they leave it open. ``known``: what it is already."""
+        """The number of workers according to the arguments of ``init_on_sender``, else to the context; None: they do
+        not tell. ``known``: the number that the bus has already. Raises ValueError if the arguments contradict each
+        other."""
         if self.device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
         params_map = self.weights if self._is_params_map else None
@@ -78,7 +80,7 @@ class Sources:
         return num_workers
 
     def has_default(self) -> bool:
-        """Whether there is anything to be sent without an argument."""
+        """Whether ``send()`` without an argument has weights to send."""
         if self.registered is not None:
             return True
         if hasattr(self.context, "get_model") and not isinstance(self.context, TorchRLContext):
@@ -86,8 +88,8 @@ class Sources:
         return find_model(self.context, self._model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
-        """What an argument stands for: None for the registered source, a string for a path in the context. Raises
-        ValueError if it stands for nothing."""
+        """The source that an argument names: None names the registered source or the context's model, a string a path
+        in the context, anything else itself. Raises ValueError if there is no such source."""
         if weights is None:
             weights = self.registered
         if weights is None and context is not None:
@@ -113,8 +115,9 @@ class Sources:
         count: int | None,
         keys_sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """What an argument stands for, with its values of now: in the caller's thread, for these of ``count`` workers.
-        ``sent`` returns the keys of what was sent last; None: nothing was."""
+        """The current values of the source that an argument names, flattened: once for all workers, or for each of
+        ``workers`` (None: all of ``count``). Runs in the caller's thread. ``keys_sent`` returns the keys that were sent
+        last, or None before the first publication."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
             if workers is not None and is_per_worker(weights):
@@ -131,13 +134,12 @@ class Sources:
             if without := sorted(set(workers or ()) - weights.keys()):
                 raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
             each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
-            if not self._is_params_map and (
-                unsure := sorted(w for w, given in weights.items() if _is_plain_dict(given))
-            ):
+            plain = [] if self._is_params_map else sorted(w for w, given in weights.items() if _is_plain_dict(given))
+            if plain:
                 known = keys_sent()
                 if known is None and hook is None and not is_per_worker(self.registered):
                     known = None if self.registered is None else flat_weights(strategy, self.registered).keys()
-                self._check_integer_keys(unsure, each, known or set())
+                self._check_integer_keys(plain, each, known or set())
         else:
             flat = await self._flat(weights, strategy, hook)
             if self.device_map_fn is None:
@@ -146,7 +148,7 @@ class Sources:
             shared = as_tensordict(flat)
             chosen = range(count or 0) if workers is None else workers
             each = {worker: flatten(self.device_map_fn(worker, shared)) for worker in chosen}
-        for flat in each.values():  # what the caller's current streams have still to do before the values are there
+        for flat in each.values():  # the values are there when the caller's current streams reach these events
             flat.ready = cuda_events(flat)
         return each
 
@@ -156,29 +158,25 @@ class Sources:
         prepared = hook(weights, self._model_id, strategy, self.context)
         return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
 
-    def _check_integer_keys(self, unsure: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
-        """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
-        optimiser's state is, rather than a dict for each worker."""
-        if wrong := [worker for worker in unsure if known.isdisjoint(flat[worker].keys())]:
+    def _check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+        """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
+        weights}`` may be one dict with integer keys then, such as an optimiser's state."""
+        if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
             raise ValueError(
-                f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state? "
-                f"What is under {wrong} has no key in common with {self._model_id!r} as it was sent or registered. "
-                "For each worker its own: give modules, TensorDicts, or params_map= of init_on_sender(). One dict for "
-                "all: name its keys by strings"
+                f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
+                f"optimiser's state? The dicts under {wrong} have no key in common with {self._model_id!r} as it was "
+                "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
+                "init_on_sender(). To send one dict to all workers, use strings as its keys"
             )
 
 
 def is_per_worker(weights: Any) -> bool:
     """Whether these are ``{worker_idx: weights}``."""
-    if weights is None or isinstance(weights, nn.Module):
-        return False
-    # A TensorDict is a Mapping too, but has no truth value.
-    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
-    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+    return _is_plain_dict(weights) and len(weights) > 0 and all(isinstance(key, int) for key in weights)
 
 
 def _is_plain_dict(weights: Any) -> bool:
-    """Whether this is a dict, and neither a module nor a TensorDict."""
+    """Whether this is a mapping, but neither a module nor a TensorDict."""
     return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
 
 
@@ -190,8 +188,8 @@ def as_tensordict(flat: FlatWeights) -> TensorDict:
 
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
-    """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
-    ValueError: it knows none."""
+    """The model that the context has under this name: ``context.get_model(model_id)``, else the attribute path. Raises
+    ValueError if it has none."""
     model, reason = _look_up_model(context, model_id)
     if model is not None:
         return model
@@ -208,12 +206,12 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
 
 
 def find_model(context: Any, model_id: str | None) -> Any:
-    """The model that a context knows under this name; None: there is none, or no context."""
+    """The model that the context has under this name; None: it has none, or there is no context."""
     return None if context is None else _look_up_model(context, model_id)[0]
 
 
 def _look_up_model(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
-    """The model, or why there is none."""
+    """The model; or None, and the exception that tells why, if there was one."""
     get_model = getattr(context, "get_model", None)
     if get_model is not None:
         try:
@@ -234,8 +232,8 @@ def _look_up_model(context: Any, model_id: str | None) -> tuple[Any, Exception |
 
 
 def follow_path(target: Any, path: str) -> Any:
-    """What an attribute path leads to from this object: names, ``[0]`` and ``['key']``. Nothing is evaluated. Raises
-    AttributeError, LookupError, TypeError: it leads nowhere."""
+    """The object at the end of an attribute path that starts at ``target``. The path has names, ``[0]`` and
+    ``['key']``; nothing in it is evaluated. Raises AttributeError, LookupError or TypeError if it leads nowhere."""
     position = 0
     while position < len(path):
         step = _STEP.match(path, position)
