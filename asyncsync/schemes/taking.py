@@ -1,6 +1,6 @@
-"""Taking: the block in which the user's code has a version under a lease, and what it sees of it.
+"""Taking: the block of ``scheme.take()``, in which the user's code has a version under a lease.
 
-Both classes of blocks run :meth:`asyncsync.bus.applying.Applying.take` and ``give_back`` on the link's loop; the code
+The blocks of both APIs run :meth:`asyncsync.bus.applying.Applying.take` and ``give_back`` on the link's loop. The code
 in the block runs in the caller's thread.
 """
 
@@ -21,12 +21,12 @@ from asyncsync.wire.messages import Epoch, decode_metadata, epoch_text
 
 
 class Version:
-    """One version of a model, in a receiver that takes it, until the block ends.
+    """A version of a model that a receiver has taken. Usable until the block ends.
 
     Attributes:
-        version, epoch: its number, and of which sender.
+        version, epoch: its number, and the epoch of its sender.
         metadata: what was published with it.
-        previous: what was applied before, to go back to; None: nothing was, or this is that one.
+        previous: the version that was applied before, to go back to; None: none was, or it is this one.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Version:
         self._slab: Slab | None = slab
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(dotted name, tensor)`` in the order of the layout, each tied tensor under all its names. The tensors are
-        views of the memory that the version came in: use them inside the block only.
+        """``(dotted name, tensor)`` in the order of the layout; a tied tensor appears under each of its names. The
+        tensors are views of the memory that received the version: use them inside the block only.
 
         Raises:
             RuntimeError: the block has ended.
@@ -50,7 +50,7 @@ class Version:
         return ((".".join(path), tensor) for path, tensor in self._slab.tensors().items())
 
     def expire(self) -> None:
-        # The block ends.
+        # The block has ended: refuse further use.
         self._slab = None
         if self.previous is not None:
             self.previous.expire()
@@ -94,7 +94,7 @@ class Taking:
         self.give_back(error)
 
     def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
-        # On the loop. Nothing waits here: a cancellation cannot come between.
+        # Runs on the loop. It awaits nothing, so no cancellation can interrupt it.
         taken, self._taken = self._taken, None
         if taken is None:
             return
@@ -104,10 +104,10 @@ class Taking:
         self._link.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
-        # An interrupt came just before the block's end was called, or the version came after the caller had gone.
+        # Still taken: an interrupt struck just before __exit__ ran, or the version came after the caller had gone.
         if (taken := self._taken) is not None and self._link is not None:
-            left = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
-            self._link.call_from_thread(partial(self._link.give_back, taken, left))
+            error = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
+            self._link.call_from_thread(partial(self._link.give_back, taken, error))
 
 
 class BlockingTaking:
@@ -120,7 +120,7 @@ class BlockingTaking:
     def __enter__(self) -> Version:
         try:
             taken: Version = self._scheme.run_on_loop(self._taking.__aenter__)
-        except BaseException:  # an interrupt may come between taking and returning it
+        except BaseException:  # an interrupt may strike after the version is taken, before it is returned
             self._give_back(None, unused=True)
             raise
         return taken
@@ -128,12 +128,12 @@ class BlockingTaking:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             self._give_back(error)
-        except BaseException:  # an interrupt may have come before it was given back
+        except BaseException:  # an interrupt may strike before the version is given back
             self._give_back(error)
             raise
 
     def _give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
-        async def end() -> None:
+        async def give_back() -> None:
             self._taking.give_back(error, unused=unused)
 
-        self._scheme.end_on_loop(end)
+        self._scheme.end_on_loop(give_back)
