@@ -63,10 +63,11 @@ def as_blocking(
 
 def for_any_loop(method: Coroutines[P, T]) -> Coroutines[P, T]:
     """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
+    make: Callable[..., Make[T]] = bind_extracted
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0].awaitable(bind_extracted(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].awaitable(make(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
@@ -253,7 +254,7 @@ class WeightSyncScheme(Scheme):
                 weights = collector.initial_model(self.topic)
         self._check_connect(weights, worker_idx, timeout, processes)
         timeout = max(timeout, self._least_connect_seconds)
-        with nullcontext() if collector is None else collector.starting(self.shutdown):
+        with nullcontext() if collector is None else collector.watch_start(self.shutdown):
             if self.role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
             else:
