@@ -68,11 +68,11 @@ __all__ = [
 __all__ += _errors.__all__
 
 
-class ZMQWeightSyncScheme(_zmq.ChunkCore, WeightSyncScheme):
+class ZMQWeightSyncScheme(_zmq.ZMQCore, WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
 
 
-class SharedMemWeightSyncScheme(_shared_memory.SlotCore, WeightSyncScheme):
+class SharedMemWeightSyncScheme(_shared_memory.SharedMemCore, WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     def receive(self, timeout: float | None = None) -> None:
@@ -89,12 +89,12 @@ class SharedMemWeightSyncScheme(_shared_memory.SlotCore, WeightSyncScheme):
         self.run_on_loop(lambda: self.apply_pending(timeout))
 
 
-class MultiProcessWeightSyncScheme(_shared_memory.CopyCore, WeightSyncScheme):
+class MultiProcessWeightSyncScheme(_shared_memory.MultiProcessCore, WeightSyncScheme):
     """Weights for workers on this host, each with its own copy, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-class AutoWeightSyncScheme(_shared_memory.NearAndFarCore, WeightSyncScheme):
+class AutoWeightSyncScheme(_shared_memory.AutoCore, WeightSyncScheme):
     """Weights through shared memory to workers on this host, and over ZeroMQ to workers on other hosts, with the
     blocking API; see :class:`asyncsync.AutoWeightSyncScheme`."""
 
@@ -111,7 +111,7 @@ class RayWeightSyncScheme(_remote_calls.RayCore, WeightSyncScheme):
     """Weights for Ray actors, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-class RayModuleTransformScheme(_remote_calls.TransformCore, WeightSyncScheme):
+class RayModuleTransformScheme(_remote_calls.RayTransformCore, WeightSyncScheme):
     """Weights for the module of TorchRL's RayModuleTransform, with the blocking API; see
     :class:`asyncsync.RayModuleTransformScheme`."""
 

@@ -1,1 +1,2 @@
-"""Weight-synchronisation schemes. All share scheme, aio and blocking; each other file has a backend, or a few."""
+"""The weight-synchronisation schemes. ``scheme`` is their base. Each backend has a class ``…Core``, to which ``aio`` adds
+the asyncio API, and ``blocking``, in :mod:`asyncsync.sync`, the blocking API."""

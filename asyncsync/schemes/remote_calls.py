@@ -639,7 +639,7 @@ class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
     """
 
 
-class TransformCore(RayCore):
+class RayTransformCore(RayCore):
     """What the scheme of a RayModuleTransform is, in both APIs."""
 
     def _reset(self) -> None:
@@ -699,5 +699,5 @@ class TransformCore(RayCore):
             ) from None
 
 
-class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
+class RayModuleTransformScheme(RayTransformCore, aio.WeightSyncScheme):
     """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""

@@ -18,9 +18,7 @@ from asyncsync.transports.shared_memory import (
 from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 
 
-class SlotCore(Scheme):
-    """``SharedMemWeightSyncScheme`` without an API: the base of all schemes of this file."""
-
+class SharedMemCore(Scheme):
     _repoints_parameters = True
     _transports: ClassVar[tuple[type[SlotTransport], ...]] = SharedMemTransport, BlockingSharedMemTransport
 
@@ -33,7 +31,7 @@ class SlotCore(Scheme):
         return self._transports[self.is_blocking](self._options["slots"], self._options["map_above"])
 
 
-class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
+class SharedMemWeightSyncScheme(SharedMemCore, aio.WeightSyncScheme):
     """Weights through shared memory: one copy per update, however many workers there are on this host. Usage::
 
         scheme = SharedMemWeightSyncScheme()
@@ -54,21 +52,17 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """
 
 
-class CopyCore(SlotCore):
-    """``MultiProcessWeightSyncScheme`` without an API."""
-
+class MultiProcessCore(SharedMemCore):
     _repoints_parameters = False
     _transports = MPTransport, BlockingMPTransport
 
 
-class MultiProcessWeightSyncScheme(CopyCore, aio.WeightSyncScheme):
+class MultiProcessWeightSyncScheme(MultiProcessCore, aio.WeightSyncScheme):
     """Weights for workers on this host, each of which has its own copy. Usage and arguments are those of
     :class:`SharedMemWeightSyncScheme`."""
 
 
-class NearAndFarCore(SlotCore):
-    """``AutoWeightSyncScheme`` without an API."""
-
+class AutoCore(SharedMemCore):
     _transports = AutoTransport, BlockingAutoTransport
 
     @declared
@@ -76,7 +70,7 @@ class NearAndFarCore(SlotCore):
         self._configure(strategy, options)
 
 
-class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):
+class AutoWeightSyncScheme(AutoCore, aio.WeightSyncScheme):
     """Weights through shared memory to workers on this host, and over ZeroMQ to workers on other hosts, in one update.
     Usage::
 

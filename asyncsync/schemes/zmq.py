@@ -12,9 +12,7 @@ from asyncsync.transports.shared_memory import ChunkTransport
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 
-class ChunkCore(Scheme):
-    """``ZMQWeightSyncScheme`` without an API."""
-
+class ZMQCore(Scheme):
     _repoints_parameters = True
 
     @declared
@@ -26,7 +24,7 @@ class ChunkCore(Scheme):
         return (BlockingZMQTransport if self.is_blocking else ZMQTransport)(**self._options)
 
 
-class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
+class ZMQWeightSyncScheme(ZMQCore, aio.WeightSyncScheme):
     """Weights over ZeroMQ. Usage::
 
         scheme = ZMQWeightSyncScheme()
