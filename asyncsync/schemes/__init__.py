@@ -1,2 +1,2 @@
-"""The weight-synchronisation schemes. ``scheme`` is their base. Each backend has a class ``…Core``, to which ``aio`` adds
-the asyncio API, and ``blocking``, in :mod:`asyncsync.sync`, the blocking API."""
+"""The weight-synchronisation schemes. Each backend has a class ``…Core``, derived from ``scheme.Scheme``. The class for
+users adds an API to it: that of ``aio``, or in :mod:`asyncsync.sync` that of ``blocking``."""

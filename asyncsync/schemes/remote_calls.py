@@ -1,13 +1,13 @@
-"""Remote calls: the schemes whose sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
-documents it for RPC and Ray. The bytes go through gloo, or through Ray's object store.
+"""The schemes for RPC and Ray: the sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
+documents it. The bytes travel through gloo, or through Ray's object store.
 
-The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker here
-applies what has come when it is told to: a publication calls the objects of the workers that it is for, each method
-runs ``scheme.receive()``, and that applies the version of the call, or a newer one. A call that comes late, after a
-newer one, finds nothing to do and returns; one that came from another scheme of the same object returns at once. There
-is one call at a time to each object; of the calls that wait for it, only the newest follows.
+The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker applies an
+update only when it is called. A publication calls the object of each worker that it is for. The object's method runs
+``scheme.receive()``, which applies the version of the call, or a newer one. If a newer one is applied already, or if
+the call came from another scheme of the same object, ``receive`` returns at once. The sender makes one call at a time
+to each object; of the calls that wait meanwhile, it makes only the newest.
 
-By RPC, the first call of a worker introduces it to its sender, and connects it: ``connect`` waits on neither side.
+With RPC, ``connect`` waits on neither side: the first call of a worker introduces it to its sender and connects it.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTranspo
 from asyncsync.transports.ray_private import kill, the_ray
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
-RECEIVE_METHOD = "_receive_weights_scheme"
+METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
 CHECK_SENDER_SECONDS = 0.25
-# Longer than anything that the worker does there: its own limit has a better message.
+# Longer than the limits within the worker, because their messages tell more.
 RPC_SECONDS = 180.0
 
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
-TASK_NAME_PREFIX = f"{RECEIVE_METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
-CONNECT_MARGIN = 1.0  # a connect that is late says why
-TRANSFORM_MODEL_ID = "transform_module"  # what a transform's module is called where the sender gives it no name
+TASK_NAME_PREFIX = f"{METHOD} asyncsync:"  # of a call's name, as Ray shows it; the encoded Call follows
+CONNECT_MARGIN = 1.0  # added to connect()'s timeout, so that its own error, which tells more, comes first
+TRANSFORM_MODEL_ID = "transform_module"  # the model_id of a transform's module, if the sender has none
 ANSWER_POLL_SECONDS = 0.1
 
 T = TypeVar("T")
@@ -67,10 +67,10 @@ T = TypeVar("T")
 class Call:
     """One call of a worker's object."""
 
-    uid: str  # of the bus that calls
-    worker: int  # which worker it takes the object for
-    versions: dict[str, int]  # what is to be applied, by the models' names
-    introduction: bytes | None = None  # how to find the sender, where the call says that
+    uid: str  # of the sender's bus
+    worker: int  # the worker that the sender takes the object for
+    versions: dict[str, int]  # the versions to apply, by model_id
+    introduction: bytes | None = None  # an encoded Introduction, if the worker learns the sender's address by calls
 
     def encode(self) -> bytes:
         encoded: bytes = msgpack.packb([self.uid, self.worker, self.versions, self.introduction])
@@ -81,12 +81,12 @@ class Call:
         return cls(*msgpack.unpackb(data))
 
     def version(self, model_id: str) -> int | None:
-        """Of this model; None: the call does not concern it."""
-        return self.versions.get(model_id, self.versions.get(""))  # a sender with one model need not name it
+        """The version of this model; None: the call is not about it."""
+        return self.versions.get(model_id, self.versions.get(""))  # a sender with one model may have no model_id
 
 
 def failure_of(error: BaseException) -> Exception:
-    """A worker's exception, as it travels to the sender: the library's own as it is, others with their traceback."""
+    """A worker's exception as it travels to the sender: the library's own unchanged, others with their traceback."""
     if isinstance(error, WeightSyncError):
         return error
     kind = type(error)
@@ -98,14 +98,14 @@ def failure_of(error: BaseException) -> Exception:
 class _WorkerCalls:
     """The calls of one worker's object."""
 
-    wanted_version: int = 0
-    ended_version: int = 0
-    failure: Exception | None = None  # of the last call, which was for ``ended_version``
+    wanted_version: int = 0  # the newest version to call it for
+    ended_version: int = 0  # the newest version whose call has ended
+    failure: Exception | None = None  # what that call raised
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class _BusCalls:
-    """The calls of one bus; see :class:`asyncsync.bus.carrier.Calls`."""
+    """The calls that one bus makes; see :class:`asyncsync.bus.carrier.Calls`."""
 
     def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
         self._bus = bus
@@ -136,15 +136,15 @@ class _BusCalls:
         targets = link.machine.targets
         called: dict[str, int] = {}
 
-        def is_settled(version: int) -> bool:
+        def is_agreed() -> bool:
             return version not in targets.pending
 
         try:
             while caller.ended_version < (version := caller.wanted_version):
                 failed: Exception | None = None
                 try:
-                    # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(partial(is_settled, version), CALL_SECONDS)
+                    # Call nobody before all workers have accepted the layout: if one refuses it, none gets the version.
+                    await link.wait(is_agreed, CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
@@ -157,7 +157,7 @@ class _BusCalls:
             caller.task = None
 
     async def close(self) -> None:
-        """Wait for no call any more. What runs in a worker ends by itself."""
+        """Stop waiting for calls. A call that runs in a worker goes on there, and ends by itself."""
         tasks = [caller.task for caller in self._callers.values() if caller.task is not None]
         for task in tasks:
             task.cancel()
@@ -166,7 +166,7 @@ class _BusCalls:
 
 
 class RemoteCallCore(Scheme):
-    """A scheme of either API whose sender calls the workers' objects."""
+    """A scheme whose sender calls the workers' objects."""
 
     _repoints_parameters = _is_introduced = True
 
@@ -174,23 +174,21 @@ class RemoteCallCore(Scheme):
         super()._reset()
         self._remotes: dict[int, Any] = {}
 
-    # -- of a subclass ------------------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    _remotes_attribute: ClassVar[
-        str
-    ]  # the attribute of a context in which TorchRL's collectors have the workers' objects
+    _remotes_attribute: ClassVar[str]  # where TorchRL's collectors have the workers' objects
 
     @abstractmethod
     async def _call(self, call: Call) -> None:
-        """Sender: call a worker's object, and wait until the call ends. Raises PeerLost if the worker is gone, and
-        what the object has raised."""
+        """Sender: call a worker's object, and wait until the call ends. Raises what the object raised; PeerLost if the
+        worker is lost."""
 
-    # -- what users call ----------------------------------------------------------------------------------------------
+    # -- public methods -----------------------------------------------------------------------------------------------
 
     @property
     def remotes(self) -> dict[int, Any]:
-        """The workers' objects, ``{worker_idx: object}``, that a sender calls. To be changed where workers come and go;
-        one that is not in there is sent weights all the same, and applies them by itself if it has ``apply="auto"``."""
+        """Sender: the workers' objects to call, ``{worker_idx: object}``. Change this dict when workers come and go. A
+        worker that is not in it gets weights, too, but applies them only if it has ``apply="auto"``."""
         return self._remotes
 
     @checked(Scheme.init_on_sender)
@@ -204,27 +202,27 @@ class RemoteCallCore(Scheme):
         remote_collectors: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
-        """Make this the sender's side. Sets up local state only.
+        """Make this scheme the sender. Sets up local state only.
 
         Args:
-            remotes: the workers' objects, in the order of their indices; ``{worker_idx: object}`` where they come and
-                go, or are put into :attr:`remotes` later. Each has a method ``_receive_weights_scheme()``, which runs
-                its scheme's ``receive()``.
-            context: an object that has them, as TorchRL's collectors do; see :meth:`Scheme.init_on_sender`.
-            num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
-                ``min_workers`` says that they come and go.
+            remotes: the workers' objects, in the order of their indices. If workers come and go, or if you put objects
+                into :attr:`remotes` later: ``{worker_idx: object}``. Each object has a method
+                ``_receive_weights_scheme()``, which runs its scheme's ``receive()``.
+            context: an object that has the workers' objects, as TorchRL's collectors do; otherwise as for every scheme.
+            num_workers: fixed number of workers; None: the number of ``remotes`` if that is a sequence, unless
+                ``min_workers`` tells that workers come and go.
             remote_collectors: TorchRL's name for ``remotes``.
             min_workers, options: as for every scheme.
 
         Raises:
-            ValueError: there are no objects, or not as many as workers.
+            ValueError: no objects were given, or not one for each worker.
         """
         given = remote_collectors if remotes is None else remotes
         if given is None and context is not None:
             given = getattr(context, self._remotes_attribute, None)
         if given is None:
             raise ValueError(
-                f"{type(self).__name__} calls {RECEIVE_METHOD}() of the workers' objects: pass remotes=[…], or a "
+                f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a "
                 "context that has them"
             )
         found = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
@@ -260,20 +258,20 @@ class RemoteCallCore(Scheme):
         self._check_can_receive(timeout)
         version = call.version(self.topic)
         if call.uid != self._bus.uid or version is None:
-            return None  # it is for another scheme of the same object
+            return None  # the call is for another scheme of the same object
         if self._worker_idx not in (None, call.worker):
             raise ValueError(
-                f"this object is worker {self._worker_idx}, but its sender calls it as worker {call.worker}: the "
-                "sender's remotes must have each object once, in the place of its worker_idx"
+                f"this object is worker {self._worker_idx}, but its sender calls it as worker {call.worker}: remotes= "
+                "of the sender must have each object once, at the position of its worker_idx"
             )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (CALL_SECONDS if timeout is None else timeout)
         if not self.is_registered:
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
-            # Not as a subclass connects: by RPC, only a call does.
+            # Scheme's method, because that of RPCCore leaves connecting to this call.
             await self._run_unless_sender_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
-            self.last_returned = None  # the user has not been told of any yet
+            self.last_returned = None  # the initial weights were not returned to the user yet
         try:
             reach = self._receive_version(version, max(0.0, deadline - loop.time()), call.versions)
             return await self._run_unless_sender_lost(call, reach)
@@ -283,23 +281,23 @@ class RemoteCallCore(Scheme):
             return None
 
     async def _receive_version(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
-        """This version, or a newer one, applied, with what these other models have got together with it; None if it was
-        returned already."""
+        """Wait until this version or a newer one is applied, together with the versions of the ``others``; return its
+        weights, or None if they were returned already."""
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_reached(self.topic, version, timeout, others)
         return None if mark == before else await self._return_copy(link, mark, before)
 
     async def _run_unless_sender_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
-        """Do what a call asks for, unless the caller dies meanwhile: its successor calls again, and until then the
-        object is to be had. Raises PeerLost."""
+        """Run ``doing`` for a call. Raises PeerLost if the sender is lost meanwhile, because the object must be free
+        for the call of the sender's successor."""
         task = asyncio.ensure_future(doing)
         try:
             while not (await asyncio.wait({task}, timeout=CHECK_SENDER_SECONDS))[0]:
                 link = self._bus.link
                 if isinstance(link, WorkerLink) and link.is_lost:
                     raise PeerLost(
-                        f"worker {call.worker} was called for the versions {call.versions}, and the sender is lost: "
-                        "they will not come"
+                        f"worker {call.worker} was called for the versions {call.versions}, but they will not come, "
+                        "because the sender is lost"
                     )
             return task.result()
         finally:
@@ -320,8 +318,6 @@ _current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 
 
 class RPCCore(RemoteCallCore):
-    """What the scheme is, in both APIs."""
-
     _remotes_attribute = "collector_rrefs"
 
     @declared
@@ -344,7 +340,7 @@ class RPCCore(RemoteCallCore):
         link = self._bus.open_trainer()
         machine = link.caught_up()
         machine.serve(self.topic, loop.time())
-        machine.assemble(self.topic)  # workers that were not called yet are not waited for
+        machine.assemble(self.topic)  # from now on publish without waiting for workers that were not called yet
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout
@@ -352,7 +348,7 @@ class RPCCore(RemoteCallCore):
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        if worker_idx is not None:  # else it is the bus that connects, and no call
+        if worker_idx is not None:  # None: the bus connects, but only a call connects this scheme
             super().register_receiver(worker_idx)
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
@@ -363,7 +359,7 @@ class RPCCore(RemoteCallCore):
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None and self.role == "receiver" and not self.is_registered:
             self._check_open()
-            raise NotConnected("this worker has not been called by its sender yet, which introduces it")
+            raise NotConnected("this worker is not connected: the first call of its sender connects it")
         return await super()._receive(timeout, call)
 
     async def _call(self, call: Call) -> None:
@@ -383,7 +379,7 @@ class RPCCore(RemoteCallCore):
             return calling
 
         try:
-            calling = await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            calling = await elsewhere("asyncsync-call", begin)  # on a thread, because it may block to connect
             await done
             failure: Exception | None = calling.value()
         except RuntimeError as error:
@@ -394,20 +390,19 @@ class RPCCore(RemoteCallCore):
     def current_call(self) -> Call | None:
         return _current.get()
 
-    # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
-    # that import different modules of a package wait for each other; threads that all import asyncsync.sync do not.
+    # Called by its name in asyncsync.sync, so that unpickling imports that module. If a worker's first calls come at
+    # once, they import it on several threads, which is safe; threads that import different modules of a package wait
+    # for each other.
     @classmethod
     def receive_in_worker(cls, rref: Any, encoded: bytes) -> Exception | None:
-        # In the worker: have the object receive. Returns what it raised.
+        # In the worker: call the object's method. Returns the exception that it raised, or None.
         token = _current.set(Call.decode(encoded))
         try:
-            outcome = getattr(rref.local_value(), RECEIVE_METHOD)()
+            outcome = getattr(rref.local_value(), METHOD)()
             if inspect.isawaitable(outcome):
                 if inspect.iscoroutine(outcome):
                     outcome.close()
-                raise TypeError(
-                    f"{RECEIVE_METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop"
-                )
+                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread without an event loop")
         except Exception as error:
             return failure_of(error)
         finally:
@@ -437,16 +432,16 @@ class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
 Backend = Annotated[
     str,
     Option(
-        doc='how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
+        doc='how the bytes travel. ``"gloo"``: to each actor, through its own connection of torch.distributed; '
         '``"object_store"``: through Ray\'s object store, once for all actors of a host.'
     ),
 ]
 
 
 class ActorPlace(MeetingPlace):
-    """The meeting place of Ray's schemes: a small actor, whose name follows from the pickled scheme. (A worker's actor
-    takes no call while its ``connect`` waits, so the sender cannot bring an introduction there.) Ray restarts it if its
-    process ends, calls it again then, and ends it with the sender that has made it."""
+    """The meeting place of Ray's schemes: a small actor, whose name both sides derive from the scheme. (The sender
+    cannot bring introductions by calls, because a worker's actor takes no call while its ``connect`` waits.) If the
+    actor's process ends, Ray restarts it and repeats the calls. The actor ends with the sender that started it."""
 
     outlives_sender = False
 
@@ -457,7 +452,7 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+            await elsewhere(THREAD, self._start)  # sets self.actor on the thread, even if this wait is cancelled
         try:
             await _call_actor(self.actor.is_there)
         except NotConnected as error:
@@ -465,7 +460,7 @@ class ActorPlace(MeetingPlace):
             raise NotConnected(f"the actor {self._name} has ended; connect() may be called again") from error
 
     def _start(self) -> None:
-        # In here, so that Ray takes the class itself along: to import this library would take the actor seconds.
+        # A local class, because Ray pickles that by value: the actor need not import this library, which takes seconds.
         class ConnectionInfo:
             def __init__(self) -> None:
                 self._answers: dict[int, asyncio.Future[bytes]] = {}
@@ -525,8 +520,8 @@ class ActorPlace(MeetingPlace):
 
 
 async def _call_actor(method: Any, *args: Any) -> Any:
-    """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
-    no cluster, and would begin one."""
+    """The result of a method of an actor. Raises NotConnected if the actor has ended; RuntimeError if this process is
+    in no Ray cluster (Ray would start one)."""
     ray = the_ray()
     try:
         return await asyncio.wrap_future(method.remote(*args).future())
@@ -535,8 +530,6 @@ async def _call_actor(method: Any, *args: Any) -> Any:
 
 
 class RayCore(RemoteCallCore):
-    """What Ray's schemes are, in both APIs."""
-
     _remotes_attribute = "remote_collectors"
 
     @declared
@@ -552,7 +545,7 @@ class RayCore(RemoteCallCore):
 
     def _reset(self) -> None:
         super()._reset()
-        self._given_info_name = ""  # if it was told another
+        self._given_info_name = ""  # as _set_dist_connection_info() was given it
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -561,17 +554,17 @@ class RayCore(RemoteCallCore):
 
     @property
     def connection_info_name(self) -> str:
-        """The name of the actor that has the workers' introductions."""
+        """The name of the actor that gives workers their introductions."""
         return self._given_info_name or f"asyncsync-{self._bus.uid}"
 
     @property
     def connection_info(self) -> str:
-        """What :meth:`_set_dist_connection_info` of a receiver takes."""
+        """The argument for :meth:`_set_dist_connection_info` of a receiver."""
         return self.connection_info_name
 
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
-        """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
-        with a reference to the sender's :attr:`connection_info`."""
+        """Connect an initialised receiver as this worker, as TorchRL's page on ``cascade_execute`` shows: with the
+        sender's :attr:`connection_info`, or a Ray reference to it."""
         if not self.is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
@@ -589,9 +582,9 @@ class RayCore(RemoteCallCore):
         return host
 
     async def _call(self, call: Call) -> None:
-        method = getattr(self._remotes[call.worker], RECEIVE_METHOD)
-        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is
-        # being restarted is called when it is there.
+        method = getattr(self._remotes[call.worker], METHOD)
+        # The task's name carries the Call, because nothing else reaches the method but its arguments. If the actor is
+        # being restarted, Ray calls it as soon as it has started.
         name = TASK_NAME_PREFIX + base64.b64encode(call.encode()).decode()
         await _wait_for_call(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
@@ -605,11 +598,11 @@ class RayCore(RemoteCallCore):
         try:
             return Call.decode(base64.b64decode(name.removeprefix(TASK_NAME_PREFIX)))
         except (ValueError, TypeError):
-            return None  # a name of the user's
+            return None  # the user gave the task this name
 
 
 async def _wait_for_call(reference: Any, worker: int) -> None:
-    """Wait for the end of a call of this worker's actor."""
+    """Wait until a call of this worker's actor ends. Raises what the call raised; PeerLost if the actor is lost."""
     exceptions = the_ray().exceptions
     try:
         await asyncio.wrap_future(reference.future())
@@ -620,7 +613,7 @@ async def _wait_for_call(reference: Any, worker: int) -> None:
 
 
 class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
-    """Weights for actors of Ray's. Usage::
+    """Weights for Ray actors. Usage::
 
         scheme = RayWeightSyncScheme(backend="object_store")
         actors = [Actor.remote(scheme, index) for index in range(2)]
@@ -640,22 +633,20 @@ class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
 
 
 class RayTransformCore(RayCore):
-    """What the scheme of a RayModuleTransform is, in both APIs."""
-
     def _reset(self) -> None:
         super()._reset()
         self._transform: Any = None
 
     def _set_transform(self, transform: Any) -> None:
-        """A RayModuleTransform has been given this scheme."""
+        # TorchRL's RayModuleTransform(weight_sync_scheme=…) calls this.
         self._transform = transform
 
     @checked(RayCore.init_on_sender)
     def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
-        """Make this the sender's side.
+        """Make this scheme the sender.
 
         Args:
-            ray_transform: the RayModuleTransform, unless that was given this scheme.
+            ray_transform: the RayModuleTransform; not needed if you passed it this scheme.
             options: as for every scheme.
 
         Raises:
@@ -664,7 +655,8 @@ class RayTransformCore(RayCore):
         transform = self._transform if ray_transform is None else ray_transform
         if transform is None:
             raise ValueError(
-                "which transform? Give this scheme to RayModuleTransform(weight_sync_scheme=…), or pass ray_transform="
+                "this scheme has no transform: give it to RayModuleTransform(weight_sync_scheme=…), or pass "
+                "ray_transform="
             )
         super().init_on_sender(**{"remotes": [transform._actor], **options})
         self._transform = transform
@@ -676,7 +668,7 @@ class RayTransformCore(RayCore):
         self._context = context
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
-        # The sender alone connects: it has the transform's actor do its part.
+        # The user connects the sender only, so the sender calls the transform's actor to connect at the same time.
         if self.is_registered:
             await super().connect_sender(initial, timeout)
             return
@@ -700,4 +692,4 @@ class RayTransformCore(RayCore):
 
 
 class RayModuleTransformScheme(RayTransformCore, aio.WeightSyncScheme):
-    """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
+    """Weights for the module of TorchRL's RayModuleTransform. You connect the sender only; it connects the actor."""
