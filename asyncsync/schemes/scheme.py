@@ -339,8 +339,8 @@ class Scheme(ABC):
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(
-                "receive() without a timeout would wait for ever inside your own hold(), which keeps updates out: "
-                "leave the hold first, or give a timeout"
+                "receive() without a timeout inside your own hold() would wait for itself, because the hold keeps "
+                "updates out: leave the hold first, or give a timeout"
             )
 
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
@@ -591,7 +591,7 @@ class Scheme(ABC):
             there = f"its patience is {shared.patience:g} s already, not {patience:g}"
             raise ValueError(f"schemes on one bus share its gate: {there}; give patience to one of them only")
         if bus.schemes.keys() - {model_id} and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
-            raise ValueError("a receiver with apply='on_take' shares its bus with no other: give it its own bus")
+            raise ValueError("a receiver with apply='on_take' cannot share a bus: give it a bus of its own")
         bus.join(self, "receiver", model_id)
         if patience is not None and bus.gate is not None:
             bus.gate.patience = patience
