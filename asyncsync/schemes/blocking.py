@@ -48,10 +48,8 @@ def bind_extracted(
 def as_blocking(
     method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
 ) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring.
-
-    ``make`` binds the call's arguments; the method named ``run`` runs the resulting coroutine on the loop.
-    """
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. ``make`` binds
+    the arguments of a call; the method named ``run`` runs the coroutine."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -369,12 +369,9 @@ class RPCCore(RemoteCallCore):
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def begin() -> Any:
-            call_there = import_module("torch.distributed.rpc").rpc_async
-            there, arguments = (
-                import_module("asyncsync.sync").RPCWeightSyncScheme.receive_in_worker,
-                (rref, call.encode()),
-            )
-            calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
+            rpc_async = import_module("torch.distributed.rpc").rpc_async
+            receive = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_in_worker
+            calling = rpc_async(rref.owner(), receive, (rref, call.encode()), timeout=RPC_SECONDS)
             calling.add_done_callback(lambda _: settle(done))
             return calling
 
@@ -673,10 +670,9 @@ class RayTransformCore(RayCore):
             await super().connect_sender(initial, timeout)
             return
         scheme: Any = self
-        initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _wait_for_call(
-            initialise.remote(scheme=scheme.blocking, model_id=self.model_id or TRANSFORM_MODEL_ID), 0
-        )
+        model_id = self.model_id or TRANSFORM_MODEL_ID
+        initialised = self._remotes[0]._init_weight_sync_scheme.remote(scheme=scheme.blocking, model_id=model_id)
+        there = _wait_for_call(initialised, 0)
         here = super().connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout + CONNECT_MARGIN), asyncio.TaskGroup() as both:

@@ -334,8 +334,7 @@ class Scheme(ABC):
             raise RuntimeError("a receiver with apply='on_take' does not receive: take() lends each version")
 
     def _check_not_holding(self, timeout: float | None = None) -> None:
-        """Refuse a wait that could not end, because the caller's hold keeps updates out. Runs in the caller's thread,
-        to see its holds."""
+        """Refuse a wait that the caller's own hold would keep from ending. Runs in the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(
@@ -771,7 +770,6 @@ class Scheme(ABC):
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _attach_gate(self, link: WorkerLink) -> None:
-        """Make the gate count calls of the model as reading."""
         if self._has_hooks and isinstance(self._model, nn.Module):
             self._handles += link.gate.attach(self._model)
         if self._gated:
@@ -808,8 +806,7 @@ class Scheme(ABC):
         return weights
 
     def mark_unreturned(self, mark: Mark | None, before: Mark | None) -> None:
-        # The update of mark has not reached the caller: let the next receive return it, unless another call has
-        # returned a newer one meanwhile.
+        # The caller did not get this update: let the next receive return it, unless a newer one was returned.
         if self.last_returned == mark:
             self.last_returned = before
 
@@ -866,8 +863,7 @@ class Scheme(ABC):
 
 
 def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any) -> Binding:
-    """The binding that applies updates to this model. Raises ValueError if the gate cannot see all calls that read the
-    model."""
+    """A binding that applies updates to this model. Raises ValueError if the gate cannot see all calls that read it."""
     binding = Binding(model, **options)
     check_methods(model, gated)
     if has_hooks and isinstance(model, nn.Module):

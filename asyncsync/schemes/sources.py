@@ -60,9 +60,8 @@ class Sources:
         self.context = context
 
     def count_workers(self, num_workers: int | None, devices: Sequence[Any] | None, known: int | None) -> int | None:
-        """The number of workers according to the arguments of ``init_on_sender``, else to the context; None: they do
-        not tell. ``known``: the number that the bus has already. Raises ValueError if the arguments contradict each
-        other."""
+        """The number of workers by the arguments of ``init_on_sender``, else by the context; None: neither tells.
+        ``known``: the number that the bus has already. Raises ValueError if the arguments contradict each other."""
         if self.device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
         params_map = self.weights if self._is_params_map else None

@@ -33,8 +33,7 @@ from asyncsync.transports.torch_private import default_store
 
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
-# Where the scheme's store is, from the context's ``tcp_port`` on: TorchRL's collector has stores on that port and the
-# next one.
+# Added to the context's ``tcp_port``, because TorchRL's collector has stores on that port and the next one.
 STORE_PORT_OFFSET = 2
 
 

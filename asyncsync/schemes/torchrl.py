@@ -78,8 +78,7 @@ class TorchRLContext:
 
     @property
     def first_worker_number(self) -> int:
-        """The number that the collector gives its first worker: 1 if it is TorchRL's DistributedCollector, which passes
-        ranks."""
+        """The collector's number for its first worker: 1 in TorchRL's DistributedCollector, which numbers by rank."""
         ranked = _loaded_class("torchrl.collectors.distributed", "DistributedCollector")
         return int(ranked is not None and isinstance(self.target, ranked))
 
