@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, TypeVar, Unpack
@@ -101,7 +101,7 @@ class _WorkerCalls:
     wanted_version: int = 0  # the newest version to call it for
     ended_version: int = 0  # the newest version whose call has ended
     failure: Exception | None = None  # what that call raised
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    task: asyncio.Task[None] | None = None  # makes the calls, one at a time
 
 
 class _BusCalls:
@@ -111,27 +111,27 @@ class _BusCalls:
         self._bus = bus
         self._remotes = remotes
         self.call = call
-        self._callers: dict[int, _WorkerCalls] = {}
+        self._by_worker: dict[int, _WorkerCalls] = {}
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
         link = self._bus.trainer_link()
         chosen = link.machine.progress.targeted(version, models) if workers is None else workers
         for worker in chosen:
             if worker in self._remotes:
-                caller = self._callers.setdefault(worker, _WorkerCalls())
-                caller.wanted_version = version
-                if caller.task is None:
-                    caller.task = link.loop.create_task(self._run(worker, caller))
+                calls = self._by_worker.setdefault(worker, _WorkerCalls())
+                calls.wanted_version = version
+                if calls.task is None:
+                    calls.task = link.loop.create_task(self._run(worker, calls))
 
     def is_pending(self, worker: int, version: int) -> bool:
-        caller = self._callers.get(worker)
-        return caller is not None and caller.ended_version < version <= caller.wanted_version
+        calls = self._by_worker.get(worker)
+        return calls is not None and calls.ended_version < version <= calls.wanted_version
 
     def failure(self, worker: int, version: int) -> Exception | None:
-        caller = self._callers.get(worker)
-        return None if caller is None or caller.ended_version < version else caller.failure
+        calls = self._by_worker.get(worker)
+        return None if calls is None or calls.ended_version < version else calls.failure
 
-    async def _run(self, worker: int, caller: _WorkerCalls) -> None:
+    async def _run(self, worker: int, calls: _WorkerCalls) -> None:
         link = self._bus.trainer_link()
         targets = link.machine.targets
         called: dict[str, int] = {}
@@ -140,7 +140,7 @@ class _BusCalls:
             return version not in targets.pending
 
         try:
-            while caller.ended_version < (version := caller.wanted_version):
+            while calls.ended_version < (version := calls.wanted_version):
                 failed: Exception | None = None
                 try:
                     # Call nobody before all workers have accepted the layout: if one refuses it, none gets the version.
@@ -151,14 +151,14 @@ class _BusCalls:
                         await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
                     failed = error
-                caller.ended_version, caller.failure = version, failed
+                calls.ended_version, calls.failure = version, failed
                 link.notify()
         finally:
-            caller.task = None
+            calls.task = None
 
     async def close(self) -> None:
         """Stop waiting for calls. A call that runs in a worker goes on there, and ends by itself."""
-        tasks = [caller.task for caller in self._callers.values() if caller.task is not None]
+        tasks = [calls.task for calls in self._by_worker.values() if calls.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -510,8 +510,8 @@ class ActorPlace(MeetingPlace):
             late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
         else:
             late = (
-                f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme that "
-                f"this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
+                f"worker {worker} has found no sender within {seconds:.3g} s: is a sender connecting, with the scheme "
+                f"that this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
             )
         return f"{late} connect() may be called again"
 
@@ -688,4 +688,4 @@ class RayTransformCore(RayCore):
 
 
 class RayModuleTransformScheme(RayTransformCore, aio.WeightSyncScheme):
-    """Weights for the module of TorchRL's RayModuleTransform. You connect the sender only; it connects the actor."""
+    """Weights for the module of TorchRL's RayModuleTransform. You connect the sender, and it connects the actor."""

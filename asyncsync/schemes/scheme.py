@@ -674,7 +674,7 @@ class Scheme(ABC):
         if worker_idx is not None:
             self._check_worker(worker_idx)
             if self._worker_idx not in (None, worker_idx):
-                raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
+                raise ValueError(f"this is worker_idx={self._worker_idx}, but connect() was given {worker_idx}")
         if self.is_registered:
             return
         assert self.binding is not None
@@ -684,8 +684,9 @@ class Scheme(ABC):
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
         self._attach_gate(link)
-        waits = {"manual": self._is_manual, "takes": self.takes}
-        link.register(self.topic, self.binding, self._carrier, **waits, context=self._context)
+        link.register(
+            self.topic, self.binding, self._carrier, manual=self._is_manual, takes=self.takes, context=self._context
+        )
         self._carrier.start_channel(worker)
         self.is_registered = True
 
@@ -759,8 +760,8 @@ class Scheme(ABC):
         # Read the current values of the selected weights of the source. Runs in the caller's thread.
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
         count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
-        taken = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
-        return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
+        found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
+        return part(found) if isinstance(found, FlatWeights) else {w: part(each) for w, each in found.items()}
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
