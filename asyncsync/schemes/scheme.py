@@ -204,8 +204,8 @@ class Scheme(ABC):
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none.
 
-        Sender: the weights of the registered source; without one, the weights that it published last. Receiver: the
-        weights that it applied last.
+        Sender: the weights of the registered source; without one, those that it last published for all workers.
+        Receiver: the weights that it applied last.
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not is_per_worker(source):
