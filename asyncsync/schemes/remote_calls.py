@@ -226,11 +226,11 @@ class RemoteCallCore(Scheme):
                 "context that has them"
             )
         found = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+        is_sequence = not isinstance(given, Mapping)
         fixed = num_workers or self._bus.num_workers
-        if fixed is None and not isinstance(given, Mapping) and min_workers is None and self._bus.min_workers == 1:
+        if fixed is None and is_sequence and min_workers is None and self._bus.min_workers == 1:
             fixed = len(found)
-        wanted = set(range(fixed or 0))
-        if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
+        if fixed is not None and (not found.keys() <= set(range(fixed)) or (is_sequence and len(found) < fixed)):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
         super().init_on_sender(context=context, num_workers=fixed, min_workers=min_workers, **options)
         self._set_remotes(found)
@@ -551,13 +551,11 @@ class RayCore(RemoteCallCore):
 
     @property
     def connection_info_name(self) -> str:
-        """The name of the actor that gives workers their introductions."""
+        """The name of the actor that gives workers their introductions; the argument for
+        :meth:`_set_dist_connection_info` of a receiver."""
         return self._given_info_name or f"asyncsync-{self._bus.uid}"
 
-    @property
-    def connection_info(self) -> str:
-        """The argument for :meth:`_set_dist_connection_info` of a receiver."""
-        return self.connection_info_name
+    connection_info = connection_info_name
 
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
         """Connect an initialised receiver as this worker, as TorchRL's page on ``cascade_execute`` shows: with the
@@ -565,8 +563,7 @@ class RayCore(RemoteCallCore):
         if not self.is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
-            ray = the_ray()
-            connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
+            connection_info = the_ray().get(connection_info, timeout=DEFAULT_TIMEOUT)
         self._given_info_name = connection_info
         scheme: Any = self
         scheme.connect(worker_idx=worker_idx)

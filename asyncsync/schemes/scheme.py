@@ -585,11 +585,13 @@ class Scheme(ABC):
         bus = self._bus if self.has_own_bus else self._bus.for_receiver(worker_idx)
         if any(s is not self and s.reconnects is not reconnect for s in bus.schemes.values()):
             raise ValueError("schemes on one bus share its connection: give reconnect=True to all of them, or to none")
-        shared = bus.gate if bus.schemes.keys() - {model_id} else None
-        if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
-            there = f"its patience is {shared.patience:g} s already, not {patience:g}"
-            raise ValueError(f"schemes on one bus share its gate: {there}; give patience to one of them only")
-        if bus.schemes.keys() - {model_id} and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
+        has_others = bool(bus.schemes.keys() - {model_id})
+        if patience is not None and has_others and bus.gate and bus.gate.patience not in (PATIENCE, patience):
+            raise ValueError(
+                f"schemes on one bus share its gate, whose patience is {bus.gate.patience:g} s already, not "
+                f"{patience:g}: give patience to one of them only"
+            )
+        if has_others and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
             raise ValueError("a receiver with apply='on_take' cannot share a bus: give it a bus of its own")
         bus.join(self, "receiver", model_id)
         if patience is not None and bus.gate is not None:
