@@ -31,7 +31,6 @@ from asyncsync.transports.torch_distributed import (
 )
 from asyncsync.transports.torch_private import default_store
 
-LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
 # Added to the context's ``tcp_port``, because TorchRL's collector has stores on that port and the next one.
 STORE_PORT_OFFSET = 2
@@ -65,7 +64,7 @@ class DistributedCore(Scheme):
         """The address at which a sender on this host serves its workers."""
         endpoint = self._bus.endpoint
         if endpoint != INTRODUCED:
-            host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else LOOPBACK
+            host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else "127.0.0.1"
             return own_address() if host in ("0.0.0.0", "::", None) else host
         if self._store_info is not None:
             return self._store_info[0]
