@@ -83,8 +83,8 @@ def user_stacklevel() -> int:
 
 
 def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str], similarity: float = 0.75) -> None:
-    """Raise TypeError if a keyword in ``given`` is probably a misspelt one of ``known``. For a function that accepts
-    any keyword; ``called``: its name; ``similarity``: from 0 to 1, from where on a keyword counts as misspelt."""
+    """Raise TypeError if a keyword in ``given`` is probably a misspelt one of ``known``. For the function named
+    ``called``, which accepts any keyword. From this ``similarity`` on (0 to 1), a keyword counts as misspelt."""
     for name in given:
         if meant := get_close_matches(name, known, 1, similarity):
             raise TypeError(f"{called}() has no argument {name!r}; did you mean {meant[0]!r}?")
@@ -104,6 +104,7 @@ def check_call(called: str, shown: Signature, args: Sequence[Any], kwargs: Mappi
         raise TypeError(f"{called}(): got an unexpected keyword argument {name!r}; {hint}")
     if len(args) > len(by_position):
         surplus, positional = args[len(by_position)], ", ".join(by_position[1:])
+        # A surplus string is probably a model_id, anything else a model.
         meant = f"model_id={surplus!r}" if isinstance(surplus, str) and "model_id" not in by_position else "model=…"
         hint = meant if meant.partition("=")[0] in shown.parameters else "name the others"
         rule = f"only {positional} may be given without its name" if positional else "it takes keywords only"
@@ -177,7 +178,7 @@ def described(typed: Typed) -> Typed:
 
 
 def options_of(typed: type) -> dict[str, Option]:
-    """The options that a TypedDict declares which :func:`described` decorates."""
+    """The options of a TypedDict that, or whose bases, :func:`described` decorates."""
     return {name: hint.__metadata__[0] for name, hint in get_type_hints(typed, include_extras=True).items()}
 
 
@@ -188,8 +189,7 @@ def defaults_of(typed: type) -> dict[str, Any]:
 
 
 def declared(init: Method) -> Method:
-    """Decorate an ``__init__(self, …, **options: Unpack[X])``, where ``X`` is a TypedDict that :func:`described`
-    decorates.
+    """Decorate an ``__init__(self, …, **options: Unpack[X])``, where ``X`` is a TypedDict for :func:`options_of`.
 
     The method gets all options of ``X``: checked, and with the default where the caller gave none. A TypeError about
     arguments names the class that the caller instantiated. The signature shows each option as a keyword. The docstring
