@@ -127,7 +127,7 @@ class Scheme(ABC):
 
     def _reset(self) -> None:
         self.role: str | None = None
-        self.pid = 0
+        self.pid = 0  # the process in which this scheme got its role
         self._context: Any = None
         self._model: Any = None
         self._worker_idx: int | None = None
@@ -135,13 +135,13 @@ class Scheme(ABC):
         self.binding: Binding | None = None  # receiver: applies updates to the model
         self._make_binding: Callable[..., Binding] = Binding
         self.last_returned: Mark | None = None  # receiver: the update that receive() or fetch() returned last
-        self._gated: tuple[str, ...] = ()
+        self._gated: tuple[str, ...] = ()  # receiver: methods of the model whose calls count as reading
         self._has_hooks = self._is_manual = self.takes = self._is_anonymous = self._has_connected = False
         self._handles: list[Handle] = []  # receiver: the gate's hooks in the model
-        self._transport_options: Mapping[str, Any] = {}
+        self._transport_options: Mapping[str, Any] = {}  # receiver: keywords for create_transport()
         self.reconnects = False
-        self._carrier: Carrier | None = None
-        self.is_registered = False
+        self._carrier: Carrier | None = None  # the transport, in the form that the bus uses
+        self.is_registered = False  # sender: connect() has succeeded; receiver: its bus has announced this model
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # sender: where it answers workers that ask for its address
         self._meeting_waits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits that a shutdown must end
