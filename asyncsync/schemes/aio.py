@@ -159,7 +159,7 @@ class Bus(BusCore):
         quorum: int | None = None,
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: wait until this
-        worker has; on a bus, with each model of which the sender has announced a version.
+        worker has; on a bus, with each model of which the sender has announced this version or a newer one.
 
         Args:
             version: as returned by ``publish``.

@@ -281,8 +281,8 @@ class RemoteCallCore(Scheme):
             return None
 
     async def _receive_version(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
-        """Wait until this version or a newer one is applied, together with the versions of the ``others``; return its
-        weights, or None if they were returned already."""
+        """Apply this version or a newer one, with the ``others``, models that may switch together with this one; return
+        its weights, or None if they were returned already."""
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_reached(self.topic, version, timeout, others)
         return None if mark == before else await self._return_copy(link, mark, before)
