@@ -424,7 +424,6 @@ class WeightSyncScheme(Scheme):
         elif self.role == "sender":
             old = self.sources
             self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
-            self._model = model
         elif model is not self._model:
             replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._least_connect_seconds))
             if isinstance(self._bus.link, WorkerLink):

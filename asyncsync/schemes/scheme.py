@@ -129,7 +129,7 @@ class Scheme(ABC):
         self.role: str | None = None
         self.pid = 0  # the process in which this scheme got its role
         self._context: Any = None
-        self._model: Any = None
+        self._model: Any = None  # receiver: updates are applied to it
         self._worker_idx: int | None = None
         self.sources = Sources()  # sender: where the weights come from
         self.binding: Binding | None = None  # receiver: applies updates to the model
@@ -185,9 +185,9 @@ class Scheme(ABC):
     @property
     def model(self) -> Any:
         """The registered model; on a sender that has only a context, the context's model. None when unset."""
-        if self.role == "sender" and self.sources.registered is None:
-            return find_model(self._context, self.model_id)
-        return self._model
+        if self.role != "sender":
+            return self._model
+        return self.sources.model if self.sources.registered is not None else find_model(self._context, self.model_id)
 
     @property
     def context(self) -> Any:
@@ -482,7 +482,7 @@ class Scheme(ABC):
         self._bus.join(self, "sender", model_id or "", num_workers)
         self._reset()
         self.role, self.pid = "sender", os.getpid()
-        self.topic, self._context, self._model = model_id or "", context, model
+        self.topic, self._context = model_id or "", context
         self._devices, self.sources, self._carrier = chosen, sources, transport
 
     @checked()
