@@ -649,8 +649,7 @@ class RayTransformCore(RayCore):
         transform = self._transform if ray_transform is None else ray_transform
         if transform is None:
             raise ValueError(
-                "this scheme has no transform: give it to RayModuleTransform(weight_sync_scheme=…), or pass "
-                "ray_transform="
+                "which transform? Give this scheme to RayModuleTransform(weight_sync_scheme=…), or pass ray_transform="
             )
         super().init_on_sender(**{"remotes": [transform._actor], **options})
         self._transform = transform
