@@ -87,7 +87,7 @@ class DistributedCore(Scheme):
         place = None  # in a process group, connect() makes it
         if self._uses_group_store(self._bus.endpoint) and default_store() is not None:
             if not options.get("model_id"):
-                raise ValueError("in a process group, workers find this sender by its model_id: pass model_id=")
+                raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
             elastic = options.get("min_workers") is not None or self._bus.min_workers != 1
             counted = options.keys() & {"devices", "params_map"} or getattr(context, "num_workers", None)
             if num_workers is None and self._bus.num_workers is None and not counted and not elastic:
