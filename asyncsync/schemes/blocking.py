@@ -33,8 +33,8 @@ from asyncsync.transports.base import in_sync_as
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Make = Callable[[], Coroutine[Any, Any, T]]
-Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+MakeCoroutine = Callable[[], Coroutine[Any, Any, T]]
+CoroutineMethod = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
 def bind_extracted(
@@ -46,26 +46,26 @@ def bind_extracted(
 
 
 def as_blocking(
-    method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
+    method: CoroutineMethod[P, T], *, run: str = "run_on_loop", bind: Callable[..., MakeCoroutine[Any]] = partial
 ) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. ``make`` binds
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. ``bind`` binds
     the arguments of a call; the method named ``run`` runs the coroutine."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(self, run)(make(method, self, *args, **kwargs))
+        result: T = getattr(self, run)(bind(method, self, *args, **kwargs))
         return result
 
     return call
 
 
-def for_any_loop(method: Coroutines[P, T]) -> Coroutines[P, T]:
+def for_any_loop(method: CoroutineMethod[P, T]) -> CoroutineMethod[P, T]:
     """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
-    make: Callable[..., Make[T]] = bind_extracted
+    bind: Callable[..., MakeCoroutine[T]] = bind_extracted
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0].awaitable(make(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].awaitable(bind(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
@@ -124,9 +124,9 @@ class Bus(BusCore):
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    publish = as_blocking(AsyncBus.publish, make=bind_extracted)
+    publish = as_blocking(AsyncBus.publish, bind=bind_extracted)
     publish_async = for_any_loop(AsyncBus.publish)
-    stage = as_blocking(AsyncBus.stage, make=bind_extracted)
+    stage = as_blocking(AsyncBus.stage, bind=bind_extracted)
     send_async = for_any_loop(AsyncBus.send_async)
     wait_staged = as_blocking(AsyncBus.wait_staged)
     commit, drop = as_blocking(AsyncBus.commit), as_blocking(AsyncBus.drop)
@@ -167,7 +167,7 @@ class Bus(BusCore):
         link = self._link
         return None if link is None or link.closed or link.is_inherited else link
 
-    def run_on_loop(self, make: Make[T]) -> T:
+    def run_on_loop(self, make: MakeCoroutine[T]) -> T:
         async def kept() -> T:
             loop_thread.keep(self._shutdown, True)  # shut down at exit, even if that comes while this connects
             try:
@@ -180,7 +180,7 @@ class Bus(BusCore):
 
         return loop_thread.run(kept)
 
-    def end_on_loop(self, make: Make[None]) -> None:
+    def end_on_loop(self, make: MakeCoroutine[None]) -> None:
         if self._open_link is None:
             run_without_waiting(make())
         else:
@@ -292,11 +292,11 @@ class WeightSyncScheme(Scheme):
 
     send.__doc__ = AsyncScheme.send_async.__doc__
 
-    _send_and_wait = as_blocking(AsyncScheme.send_async, make=bind_extracted)
+    _send_and_wait = as_blocking(AsyncScheme.send_async, bind=bind_extracted)
     send_async = for_any_loop(AsyncScheme.send_async)
-    publish = as_blocking(AsyncScheme.publish, make=bind_extracted)
+    publish = as_blocking(AsyncScheme.publish, bind=bind_extracted)
     publish_async = for_any_loop(AsyncScheme.publish)
-    stage = as_blocking(AsyncScheme.stage, make=bind_extracted)
+    stage = as_blocking(AsyncScheme.stage, bind=bind_extracted)
     verify = as_blocking(AsyncScheme.verify)
     fetch = as_blocking(AsyncScheme.fetch, run="_run_delivering")
 
@@ -318,10 +318,10 @@ class WeightSyncScheme(Scheme):
         call = self.current_call()
         return self._run_delivering(lambda: self._receive(timeout, call))
 
-    def run_on_loop(self, make: Make[T]) -> T:
+    def run_on_loop(self, make: MakeCoroutine[T]) -> T:
         return self._bus.run_on_loop(make)
 
-    def end_on_loop(self, make: Make[None]) -> None:
+    def end_on_loop(self, make: MakeCoroutine[None]) -> None:
         self._bus.end_on_loop(make)
 
     def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
@@ -329,7 +329,7 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         return self._bus.extract_here({self.topic: weights}, workers)[self.topic]
 
-    def _run_delivering(self, make: Make[T]) -> T:
+    def _run_delivering(self, make: MakeCoroutine[T]) -> T:
         """Return weights to the caller. If an exception strikes in the caller's thread before it has them, the next
         receive returns them."""
         undo: list[Callable[[], None]] = []

@@ -74,11 +74,11 @@ class CountingBus(CountingCore, aio.Bus):
 class BlockingCountingBus(CountingCore, blocking.Bus):
     """The bus of a blocking NoWeightSyncScheme. It needs no loop thread, because it waits for nothing."""
 
-    def run_on_loop(self, make: blocking.Make[T]) -> T:
+    def run_on_loop(self, make: blocking.MakeCoroutine[T]) -> T:
         return blocking.run_without_waiting(make())
 
     @staticmethod
-    async def awaitable(make: blocking.Make[T]) -> T:
+    async def awaitable(make: blocking.MakeCoroutine[T]) -> T:
         return await make()
 
     def extract_here(self, weights: Any, workers: list[int] | None) -> Any:

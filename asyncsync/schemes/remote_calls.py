@@ -314,7 +314,7 @@ class RemoteCallCore(Scheme):
 
 # -- RPC ---------------------------------------------------------------------------------------------------------------
 
-_current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
+_current_call: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 
 
 class RPCCore(RemoteCallCore):
@@ -385,7 +385,7 @@ class RPCCore(RemoteCallCore):
             raise failure
 
     def current_call(self) -> Call | None:
-        return _current.get()
+        return _current_call.get()
 
     # Called by its name in asyncsync.sync, so that unpickling imports that module. If a worker's first calls come at
     # once, they import it on several threads, which is safe; threads that import different modules of a package wait
@@ -393,7 +393,7 @@ class RPCCore(RemoteCallCore):
     @classmethod
     def receive_in_worker(cls, rref: Any, encoded: bytes) -> Exception | None:
         # In the worker: call the object's method. Returns the exception that it raised, or None.
-        token = _current.set(Call.decode(encoded))
+        token = _current_call.set(Call.decode(encoded))
         try:
             outcome = getattr(rref.local_value(), METHOD)()
             if inspect.isawaitable(outcome):
@@ -403,7 +403,7 @@ class RPCCore(RemoteCallCore):
         except Exception as error:
             return failure_of(error)
         finally:
-            _current.reset(token)
+            _current_call.reset(token)
         return None
 
 

@@ -25,7 +25,7 @@ _STEP = re.compile(
     re.VERBOSE,
 )
 
-Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
+PrepareWeights = Callable[[Any, str | None, WeightStrategy, Any], Any]
 """A user's own ``prepare_weights``."""
 
 
@@ -109,7 +109,7 @@ class Sources:
         self,
         weights: Any,
         strategy: WeightStrategy,
-        hook: Hook | None,
+        hook: PrepareWeights | None,
         workers: list[int] | None,
         count: int | None,
         keys_sent: Callable[[], set[Path] | None],
@@ -151,7 +151,7 @@ class Sources:
             flat.ready = cuda_events(flat)
         return each
 
-    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> FlatWeights:
+    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: PrepareWeights | None) -> FlatWeights:
         if hook is None:
             return flat_weights(strategy, self.resolve(weights, self._model_id, self.context))
         prepared = hook(weights, self._model_id, strategy, self.context)

@@ -44,7 +44,7 @@ class DistributedCore(Scheme):
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[DistributedOptions]) -> None:
         check_backend(options["backend"])
-        self._store_info = _as_address(options["store_info"])  # of its own store; None: it has none, or none yet
+        self._store_info = _parse_address(options["store_info"])  # of its own store; None: it has none, or none yet
         self._configure(strategy, options)
         self.backend = options["backend"]
 
@@ -97,7 +97,7 @@ class DistributedCore(Scheme):
                         "this process group has one process, and no workers: pass min_workers=0 if workers come later"
                     )
         elif self._bus.endpoint == INTRODUCED and (place := self._place) is None:
-            own = self._own_store(context)
+            own = self._make_own_store(context)
             self._store_info = own.address
             place = self._meeting_place(own)
         try:
@@ -108,7 +108,7 @@ class DistributedCore(Scheme):
             raise
         self._place = place
 
-    def _own_store(self, context: Any) -> OwnStore:
+    def _make_own_store(self, context: Any) -> OwnStore:
         if self._store_info is not None:
             return OwnStore(*self._store_info)
         port = getattr(context, "tcp_port", None)
@@ -165,7 +165,7 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"this torch has no {'gloo' if backend in has else backend}, it was built with {has}")
 
 
-def _as_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Address | None:
+def _parse_address(store_info: Mapping[str, Any] | tuple[str, int] | None) -> Address | None:
     if store_info is None:
         return None
     try:
