@@ -151,7 +151,7 @@ def _store_client(store_info: Address | None, timeout: float) -> Any:
     if (store := default_store()) is None:
         raise NotConnected(
             "this process has left the process group, in whose store workers find their sender: call "
-            "destroy_process_group() only after shutdown()"
+            "destroy_process_group() after shutdown()"
         )
     return client_of(store)
 
