@@ -70,7 +70,7 @@ class Bus(BusCore):
         applied the update.
 
         Args:
-            weights: ``{model_id: weights}``, the weights as for a scheme's ``publish``.
+            weights: ``{model_id: weights}``, the weights as for a scheme's ``publish``; None: the registered source.
             worker_ids: the workers that get the update; None: all.
             metadata: as for a scheme's ``publish``.
 
@@ -259,8 +259,8 @@ class WeightSyncScheme(Scheme):
         """Connect to the other side; either side may call this first.
 
         On a sender, this returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial
-        weights; on a receiver, when it has applied them. Without initial weights, it returns when they are ready to
-        receive some. It may be called again.
+        weights; on a receiver, when it has applied them. If there are no initial weights yet, it returns when these
+        workers, or this receiver, are ready for some. It may be called again.
 
         Args:
             worker_idx: receiver: which worker this is, unless ``init_on_receiver`` was given it.

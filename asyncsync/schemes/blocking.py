@@ -3,8 +3,8 @@ run on the one event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
 The weights are extracted from their source in the caller's thread, because that uses the caller's code and state: a
 strategy, a ``prepare_weights``, a context, the thread's current CUDA stream. Names, overloads and return values are
-those of TorchRL's "WeightSyncScheme" page, and of TorchRL's collectors, which use some more. The asyncio classes lack
-these; they refuse the first with an error that says so.
+those of TorchRL's "WeightSyncScheme" page. TorchRL's collectors use some more names, which the asyncio classes lack:
+there, the name that a collector reads first raises an error that says what to do.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ update only when it is called. A publication calls the object of each worker tha
 the call came from another scheme of the same object, ``receive`` returns at once. The sender makes one call at a time
 to each object; of the calls that wait meanwhile, it makes only the newest.
 
-With RPC, ``connect`` waits on neither side: the first call of a worker introduces it to its sender and connects it.
+With RPC, ``connect`` waits on neither side: the sender's first call of a worker introduces and connects the worker.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _BusCalls:
             while calls.ended_version < (version := calls.wanted_version):
                 failed: Exception | None = None
                 try:
-                    # Call nobody before all workers have accepted the layout: if one refuses it, none gets the version.
+                    # Call none before all workers have accepted the layout: if one refuses it, none gets the version.
                     await link.wait(is_agreed, CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
@@ -188,7 +188,7 @@ class RemoteCallCore(Scheme):
     @property
     def remotes(self) -> dict[int, Any]:
         """Sender: the workers' objects to call, ``{worker_idx: object}``. Change this dict when workers come and go. A
-        worker that is not in it gets weights, too, but applies them only if it has ``apply="auto"``."""
+        connected worker that is not in it gets weights, too, and applies them by itself if it has ``apply="auto"``."""
         return self._remotes
 
     @checked(Scheme.init_on_sender)
@@ -215,7 +215,7 @@ class RemoteCallCore(Scheme):
             min_workers, options: as for every scheme.
 
         Raises:
-            ValueError: no objects were given, or not one for each worker.
+            ValueError: no objects were given, a sequence has not one for each worker, or an index is no worker's.
         """
         given = remote_collectors if remotes is None else remotes
         if given is None and context is not None:

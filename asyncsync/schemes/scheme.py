@@ -141,7 +141,7 @@ class Scheme(ABC):
         self._transport_options: Mapping[str, Any] = {}  # receiver: keywords for create_transport()
         self.reconnects = False
         self._carrier: Carrier | None = None  # the transport, in the form that the bus uses
-        self.is_registered = False  # sender: connect() has succeeded; receiver: its bus has announced this model
+        self.is_registered = False  # sender: connect() has succeeded; receiver: its bus announces this model
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # sender: where it answers workers that ask for its address
         self._meeting_waits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits that a shutdown must end
@@ -204,8 +204,8 @@ class Scheme(ABC):
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none.
 
-        Sender: the weights of the registered source; without one, those that it last published for all workers.
-        Receiver: the weights that it applied last.
+        Sender: the weights of the registered source, or of the context's model; without these, and with
+        ``params_map``, the weights that it last published for all workers. Receiver: the weights that it applied last.
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not is_per_worker(source):
@@ -239,7 +239,7 @@ class Scheme(ABC):
 
     @property
     def receiver_transport(self) -> Any:
-        """The receiver's transport; None on a sender, and before this receiver knows its worker_idx."""
+        """The receiver's transport; None on a sender, and until ``connect`` if ``init_on_receiver`` had no index."""
         if self.role != "receiver":
             return None
         return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
@@ -351,7 +351,7 @@ class Scheme(ABC):
         Sender: ``init_on_sender`` calls this with ``worker_idx=0``, and the transport serves all workers. But a user's
         own blocking transport serves one worker, so this is called for each of the others, too (by an elastic sender
         when it first serves that worker). Receiver: ``init_on_receiver`` calls this with the receiver's ``worker_idx``
-        and with all keywords that it does not know itself; or ``connect`` does, if only ``connect`` gets the index.
+        and with all keywords that it does not know itself; ``connect`` does so if the index is known only then.
         """
 
     def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
@@ -455,7 +455,7 @@ class Scheme(ABC):
         Args:
             model_id: name of the model; required if several schemes share a bus.
             context: an object with ``get_model(model_id)``, and perhaps ``num_workers``.
-            params_map: the source: ``{worker_idx: weights}``, with different weights for each worker.
+            params_map: the source: ``{worker_idx: weights}``, for each worker its own weights.
             weights: the source: a TensorDict or dict, whose current values ``publish()`` without an argument takes.
             model: the source: a module, likewise.
             devices: ``devices[i]`` is the device of the weights that ``receive`` and ``fetch`` of worker i return.
@@ -608,7 +608,7 @@ class Scheme(ABC):
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
-    # -- introductions: the sender binds a free port, with keys, and workers ask for its address and keys -------------
+    # -- introductions: the sender binds a free port, with keys; workers without an address ask for it, or are told ---
 
     def _meeting_place(self) -> MeetingPlace | None:
         """Where workers ask for an introduction; None: nowhere, because the sender's calls bring it."""

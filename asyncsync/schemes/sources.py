@@ -114,9 +114,10 @@ class Sources:
         count: int | None,
         keys_sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """The current values of the source that an argument names, flattened: once for all workers, or for each of
-        ``workers`` (None: all of ``count``). Runs in the caller's thread. ``keys_sent`` returns the keys that were sent
-        last, or None before the first publication."""
+        """The current values of the source that an argument names, flattened: once for all workers, or each worker's
+        own, by its index. ``workers``: only for these; None: for all that have any. ``count``: the number of workers;
+        None: it is not fixed. ``keys_sent`` returns the keys that were sent last, or None before the first publication.
+        Runs in the caller's thread."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
             if workers is not None and is_per_worker(weights):

@@ -74,8 +74,8 @@ class DistributedCore(Scheme):
     # -- the store as a meeting place ----------------------------------------------------------------------------------
 
     def _uses_group_store(self, address: str) -> bool:
-        """Whether workers find the sender in the store of the process group, because they were given neither its
-        ``address`` nor a store of the scheme's own."""
+        """Whether workers find the sender in the store of the process group, if there is one, because they were given
+        neither its ``address`` nor a store of the scheme's own."""
         return address == INTRODUCED and self._store_info is None
 
     def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:

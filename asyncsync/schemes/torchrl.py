@@ -88,7 +88,7 @@ class TorchRLContext:
         if target is None:
             raise LookupError(f"the collector that had the model {model_id!r} was garbage-collected")
         try:
-            if not hasattr(target, "get_model"):  # TorchRL's RPCCollector, DistributedCollector and RayCollector
+            if not hasattr(target, "get_model"):  # an InferenceServer, or a collector of nodes, such as RayCollector
                 return getattr(target, model_id)
             return target.get_model(model_id)
         except (AttributeError, ValueError) as error:
