@@ -1,7 +1,7 @@
-"""The weights of a model under training, delivered to every process that runs a copy of it, over asyncio and ZeroMQ.
+"""Delivers the weights of a model in training to every process that runs a copy of it, over asyncio and ZeroMQ.
 
 Importing this package starts no thread, process, socket or event loop, and needs none of the optional libraries. The
-first name that is used loads them all, and torch with them: :mod:`asyncsync.public`.
+first use of a public name imports all of :mod:`asyncsync.public`, and torch.
 """
 
 from importlib import import_module as _import_module
@@ -10,10 +10,10 @@ from importlib.metadata import version as _version
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
-import numpy as _numpy  # noqa: F401  # before torch, which swallows what is raised while it imports it, such as Ctrl-C
+import numpy as _numpy  # noqa: F401  # before torch: torch swallows a Ctrl-C that strikes while it imports numpy
 
-# In a checkout `asyncsync.transports` and `asyncsync.collectors` lie beside this directory; installed, they lie in it.
-# Were site-packages appended as well, a stranger's top-level `transports` there would be taken for ours.
+# Installed, `asyncsync.transports` and `asyncsync.collectors` lie in this directory. In a checkout they lie beside it,
+# so the parent is searched, too. Not if the parent is site-packages: another project may have a `transports` there.
 _checkout = _Path(__file__).resolve().parent.parent
 if all((_checkout / name).is_file() for name in ("pyproject.toml", "transports/__init__.py", "collectors/__init__.py")):
     __path__.append(str(_checkout))
@@ -27,7 +27,7 @@ except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 if TYPE_CHECKING:
     from asyncsync.errors import *  # noqa: F403
     from asyncsync.public import *  # noqa: F403
-else:  # hidden from type checkers, which would take any name to be there
+else:  # hidden from type checkers, because a __getattr__ makes them accept any name
 
     def __getattr__(name):
         public = _import_module("asyncsync.public")

@@ -1,4 +1,5 @@
-"""Arguments: what several entry points take is checked in one place, before anything is begun."""
+"""Checks of arguments that several entry points take, and the declaration of constructors' options. Each check runs
+before the call changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Typed = TypeVar("Typed", bound=type)
 
 
 def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
-    """Raise TypeError or ValueError for what is no time limit in seconds, before anything is begun."""
+    """Raise TypeError or ValueError unless ``timeout`` is a number of seconds from 0, or None where that is allowed."""
     if (timeout is None and or_none) or (type(timeout) is float and timeout >= 0):
         return
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
@@ -28,14 +29,15 @@ def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
 
 
 def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
-    """``worker_ids`` as documented: None, one index, or several. Raises TypeError for anything else."""
+    """A public method's ``worker_ids`` as a sorted list; None: all workers. Raises TypeError unless it is None, an int
+    or several ints; ValueError if it is empty."""
     if worker_ids is None:
         return None
     chosen: list[Any] = list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]
     if not all(isinstance(w, int) and not isinstance(w, bool) for w in chosen):
         raise TypeError(f"worker_ids must be None, an int or a list of ints, not {worker_ids!r}")
     if not chosen:
-        raise ValueError("worker_ids is empty; pass None for everybody")
+        raise ValueError("worker_ids is empty; pass None for all workers")
     return sorted(set(chosen))
 
 
@@ -48,8 +50,8 @@ def check_count(name: str, value: int, least: int = 1) -> None:
 def check_quorum(num_workers: int | None, min_workers: int) -> None:
     if num_workers is not None and min_workers > num_workers:
         raise ValueError(
-            f"min_workers={min_workers} of num_workers={num_workers}: a fixed number of workers is waited for whole; "
-            "leave num_workers out where they come and go"
+            f"min_workers={min_workers} is more than num_workers={num_workers}: a sender with a fixed number of "
+            "workers waits for all of them; leave num_workers out if workers come and go"
         )
 
 
@@ -59,7 +61,7 @@ def check_fanout(name: str, fanout: bool) -> None:
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
-    """Raise TypeError, which names what is understood, for what is no process, before anything is begun."""
+    """``processes`` as a tuple. Raises TypeError, which names the accepted kinds, if one of them is no process."""
     if not isinstance(processes, Iterable):
         raise TypeError(f"processes= takes a list: [{processes!r}]")
     found = tuple(processes)
@@ -72,43 +74,40 @@ def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
     return found
 
 
-def users_level() -> int:
-    """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which a warning of the caller points at the first frame outside this package."""
     level, frame = 0, sys._getframe(1).f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
         level, frame = level + 1, frame.f_back
     return level + 2
 
 
-def refuse_unknown(called: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError, in the name of what was called, if one of the keywords that were ``given`` is not known."""
-    if unknown := set(given) - set(known):
-        name = min(unknown)
-        meant = get_close_matches(name, known, 1)
-        hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(sorted(known))}"
-        raise TypeError(f"{called}(): got an unexpected keyword argument {name!r}; {hint}")
-
-
-def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str], alike: float = 0.75) -> None:
-    """Raise TypeError if one of the keywords that were ``given``, any of which may be meant, looks much like another
-    that is known; ``alike``: from 0 to 1, how much."""
+def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str], similarity: float = 0.75) -> None:
+    """Raise TypeError if a keyword in ``given`` is probably a misspelt one of ``known``. For the function named
+    ``called``, which accepts any keyword. From this ``similarity`` on (0 to 1), a keyword counts as misspelt."""
     for name in given:
-        if meant := get_close_matches(name, known, 1, alike):
+        if meant := get_close_matches(name, known, 1, similarity):
             raise TypeError(f"{called}() has no argument {name!r}; did you mean {meant[0]!r}?")
 
 
 def check_call(called: str, shown: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError if arguments (``self`` first) do not fit a method's signature. Python's own error would name the
-    class that defines the method, and no remedy."""
+    """Raise TypeError if arguments (``self`` first) do not fit the signature of the method named ``called``. Python's
+    own error would name the class that defines the method, and no remedy."""
     parameters = shown.parameters.values()
     by_position = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-        refuse_unknown(called, kwargs, shown.parameters.keys() - {"self"})
+    known = shown.parameters.keys() - {"self"}
+    accepts_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    if not accepts_any and (unknown := kwargs.keys() - known):
+        name = min(unknown)
+        similar = get_close_matches(name, known, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(sorted(known))}"
+        raise TypeError(f"{called}(): got an unexpected keyword argument {name!r}; {hint}")
     if len(args) > len(by_position):
-        surplus, few = args[len(by_position)], ", ".join(by_position[1:])
+        surplus, positional = args[len(by_position)], ", ".join(by_position[1:])
+        # A surplus string is probably a model_id, anything else a model.
         meant = f"model_id={surplus!r}" if isinstance(surplus, str) and "model_id" not in by_position else "model=…"
         hint = meant if meant.partition("=")[0] in shown.parameters else "name the others"
-        rule = f"only {few} may be given without its name" if few else "it takes keywords only"
+        rule = f"only {positional} may be given without its name" if positional else "it takes keywords only"
         raise TypeError(f"{called}(): {rule}; {hint}")
     try:
         shown.bind(*args, **kwargs)
@@ -117,18 +116,18 @@ def check_call(called: str, shown: Signature, args: Sequence[Any], kwargs: Mappi
 
 
 def checked(base: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
-    """A decorator of a scheme's method that refuses wrong arguments in the name of the scheme's class.
+    """Decorate a scheme's method: a TypeError about its arguments names the scheme's class.
 
-    ``base``: the method that the decorated one overrides, and hands its ``**options`` on to. They are refused, shown
-    and documented as the base's.
+    ``base``: the method that the decorated one overrides and passes its ``**options`` to. The signature then shows the
+    base's parameters, too, and the check covers them; the base's docstring serves a method that has none.
     """
 
     def decorate(method: Method) -> Method:
         shown, name = signature(method), getattr(method, "__name__", "")
         if base is not None:
             own = [p for p in shown.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-            handed_on = [p for p in signature(base).parameters.values() if p.name not in shown.parameters]
-            shown = shown.replace(parameters=[*own, *handed_on])
+            inherited = [p for p in signature(base).parameters.values() if p.name not in shown.parameters]
+            shown = shown.replace(parameters=[*own, *inherited])
 
         @wraps(method)
         def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -144,12 +143,13 @@ def checked(base: Callable[..., Any] | None = None) -> Callable[[Method], Method
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of one argument of a constructor: the metadata of its type, ``Annotated[int, Option(…)]``.
+    """Declares one argument of a constructor, as metadata of its type: ``Annotated[int, Option(…)]``.
 
     Attributes:
-        default: of a keyword; a positional argument's is in the signature. ``Parameter.empty``: it must be given.
-        check: called with the name and the value, if that is not the default; raises ValueError or TypeError.
-        doc: one line of documentation. A field's is in the docstring of its TypedDict.
+        default: the default of a keyword; a positional argument has its default in the signature. ``Parameter.empty``:
+            the caller must give this keyword.
+        check: called with the name and the value, unless the value is the default; raises ValueError or TypeError.
+        doc: one line of documentation. The docstring of a TypedDict may document its fields instead.
     """
 
     default: Any = None
@@ -158,13 +158,15 @@ class Option:
 
 
 def described(typed: Typed) -> Typed:
-    """A TypedDict that declares options. Its docstring documents fields, one paragraph ``name: …`` each under
-    ``Args:``, also fields of its bases. The type of a field is annotated by an :class:`Option`, or is ``Required``, or
-    the default is None."""
+    """Decorate a TypedDict that declares options: attach to each field an :class:`Option` with its documentation.
+
+    The docstring documents fields, also inherited ones, in one paragraph ``name: …`` each under ``Args:``. A field
+    whose type has no Option has the default None, or must be given if it is ``Required``.
+    """
     _, _, page = cleandoc(typed.__doc__ or "").partition("Args:\n")
     docs = {name: " ".join(doc.split()) for name, doc in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", page, re.MULTILINE)}
     hints = get_type_hints(typed, include_extras=True)
-    for name, plain in hints.items():  # also without docstrings, as in ``python -OO``
+    for name, plain in hints.items():  # not only documented fields: ``python -OO`` strips docstrings
         option = Option()
         if get_origin(plain) is Annotated:
             plain, option = get_args(plain)
@@ -176,22 +178,22 @@ def described(typed: Typed) -> Typed:
 
 
 def options_of(typed: type) -> dict[str, Option]:
-    """The options that a described TypedDict declares."""
+    """The options of a TypedDict that, or whose bases, :func:`described` decorates."""
     return {name: hint.__metadata__[0] for name, hint in get_type_hints(typed, include_extras=True).items()}
 
 
 def defaults_of(typed: type) -> dict[str, Any]:
-    """Their defaults, but of those that must be given."""
+    """The defaults of these options, without those that the caller must give."""
     options = options_of(typed).items()
     return {name: option.default for name, option in options if option.default is not Parameter.empty}
 
 
 def declared(init: Method) -> Method:
-    """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a described TypedDict.
+    """Decorate an ``__init__(self, …, **options: Unpack[X])``, where ``X`` is a TypedDict for :func:`options_of`.
 
-    The method gets all options of ``X``, checked, with their defaults. Wrong arguments are refused in the name of the
-    class that was called. The signature shows each option as a keyword, and the docstring describes it, after those of
-    its own ``Args:``.
+    The method gets all options of ``X``: checked, and with the default where the caller gave none. A TypeError about
+    arguments names the class that the caller instantiated. The signature shows each option as a keyword. The docstring
+    documents each option, after what stands under its own ``Args:``.
     """
     own, hints = signature(init), get_type_hints(init, include_extras=True)
     typed = get_args(hints.pop("options"))[0]
@@ -199,7 +201,7 @@ def declared(init: Method) -> Method:
     defaults = defaults_of(typed)
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
     first = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    shown = own.replace(parameters=[p.replace(annotation=_shown(hints.get(p.name))) for p in [*first, *keywords]])
+    shown = own.replace(parameters=[p.replace(annotation=_as_text(hints.get(p.name))) for p in [*first, *keywords]])
 
     @wraps(init)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +211,7 @@ def declared(init: Method) -> Method:
                 option.check(name, kwargs[name])
         init(self, *args, **defaults | kwargs)
 
-    del call.__wrapped__  # which makers of documents would show instead
+    del call.__wrapped__  # documentation tools would show it instead
     call.__annotations__ = hints
     call.__signature__ = shown  # type: ignore[attr-defined]
     docs = {name: hint.__metadata__[0].doc for name, hint in hints.items() if get_origin(hint) is Annotated}
@@ -221,8 +223,8 @@ def declared(init: Method) -> Method:
     return cast("Method", call)
 
 
-def _shown(hint: Any) -> Any:
-    """A type as signatures show it: a text, without modules and metadata."""
+def _as_text(hint: Any) -> Any:
+    """A type as the signature shows it: as text, without module names and metadata."""
     if hint is None:
         return Parameter.empty
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint

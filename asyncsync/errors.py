@@ -1,8 +1,8 @@
-"""Everything asyncsync raises on its own account: one small, flat family.
+"""The exceptions that asyncsync defines.
 
-Each class is named after the state that it reports, and each message says what happened, to which model and worker,
-and what to do about it. Where TorchRL documents a built-in type (RuntimeError, ValueError), the class is also of that
-type. All of them survive pickling, so a worker's failure can travel to the trainer.
+Each class is named after the state that it reports. Each message says what happened, to which model and worker, and
+what to do about it. Where TorchRL documents a built-in type (RuntimeError, ValueError), the class is a subclass of that
+type, too. All of them can be pickled, so that a worker's failure can travel to the trainer.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class WeightSyncError(Exception):
     """Base of every error of this library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without __init__, which takes other arguments than those that a base class keeps.
+        # Unpickle without __init__, because some subclasses' parameters differ from ``args``.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class NotConnected(WeightSyncError, RuntimeError):
-    """The scheme or bus has no connection yet, or too few workers are there."""
+    """The scheme or bus is not connected yet, or too few workers are connected."""
 
 
 class ClosedError(WeightSyncError, RuntimeError):
-    """This side was shut down, or the sender said goodbye."""
+    """This side was shut down, or the sender has shut down."""
 
 
 class Fenced(WeightSyncError, RuntimeError):
-    """A newer process has become this trainer or worker; this one must stop."""
+    """A newer process has taken the place of this trainer or worker; this process must stop."""
 
 
 class AckTimeout(WeightSyncError, TimeoutError):
-    """A deadline passed before a worker (or the sender) had answered."""
+    """A worker (or the sender) did not answer before the deadline."""
 
 
 class PeerLost(WeightSyncError):
@@ -60,11 +60,11 @@ class SchemaMismatch(WeightSyncError, ValueError):
 
 
 class Stale(WeightSyncError):
-    """This receiver is further behind its sender than it may be.
+    """This receiver is further behind its sender than its limit allows.
 
     Attributes:
-        version: what it has.
-        lag: how many versions that is behind; None: the sender is lost, and cannot be asked.
+        version: the version that the receiver has.
+        lag: how many versions the receiver is behind; None: unknown, because the sender is lost.
     """
 
     def __init__(self, message: str, version: int, lag: int | None) -> None:
@@ -74,10 +74,10 @@ class Stale(WeightSyncError):
 
 
 class Superseded(WeightSyncError):
-    """A version cannot be taken any more: a newer one has replaced it.
+    """A version cannot be taken any more, because a newer one has replaced it.
 
     Attributes:
-        version: the newest that this receiver knows of instead.
+        version: the newest version that this receiver knows.
     """
 
     def __init__(self, message: str, version: int = 0) -> None:
@@ -86,18 +86,19 @@ class Superseded(WeightSyncError):
 
 
 class ProtocolError(WeightSyncError):
-    """A message that is malformed, of an unknown kind, or out of place."""
+    """A message is malformed, of an unknown kind, or not expected now."""
 
 
 class LimitExceeded(ProtocolError):
-    """A message or layout larger, deeper or with more entries than this side accepts."""
+    """A message or layout is larger, nested deeper, or has more entries than this side accepts."""
 
 
 class RemoteError(WeightSyncError):
-    """An exception in a worker.
+    """A worker raised an exception.
 
     Attributes:
         type_name: qualified name of the worker's exception class.
+        remote_message: the text of the worker's exception.
         remote_traceback: the worker's formatted traceback, also shown in the message.
     """
 
@@ -112,12 +113,12 @@ class RemoteError(WeightSyncError):
 
 
 class PartialSendError(WeightSyncError):
-    """An update did not reach every worker it was meant for.
+    """Some of the workers that an update was for have not applied it.
 
     Not final: a worker that was late, or comes back, still gets its weights.
 
     Attributes:
-        acked: ``{worker_idx: version}`` of the workers that have applied the update (or a newer one).
+        acked: ``{worker_idx: version}`` of the workers that have applied the update, or a newer one.
         failed: ``{worker_idx: exception}`` of the others: :class:`PeerLost`, :class:`AckTimeout`,
             :class:`SchemaMismatch` or :class:`RemoteError`.
     """

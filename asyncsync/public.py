@@ -1,4 +1,4 @@
-"""The names of :mod:`asyncsync`, which loads them from here with the first that is used."""
+"""The public names of :mod:`asyncsync`, which imports this module on the first use of any of them."""
 
 from asyncsync import errors as _errors
 from asyncsync.bus.status import BusStatus, WorkerStatus

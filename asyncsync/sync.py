@@ -1,12 +1,12 @@
 """The blocking API: the names and behaviour that TorchRL documents.
 
-``from asyncsync.sync import …`` stands where programs say ``from torchrl.weight_update import …``. Usage::
+``from asyncsync.sync import …`` replaces ``from torchrl.weight_update import …``. Usage::
 
     from asyncsync.sync import ZMQWeightSyncScheme
 
     scheme = ZMQWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-    ...                                     # start workers, pass them the scheme
+    ...                                     # start the workers, pass them the scheme
     scheme.connect()
     scheme.send()                           # the policy's current weights, applied by both workers
     scheme.shutdown()
@@ -15,9 +15,9 @@ and in a worker::
 
     scheme.init_on_receiver("policy", model=policy, worker_idx=index)
     scheme.connect()                        # policy(...) is never torn from here on
-    weights = scheme.receive(timeout=1.0)   # returns updates; they are applied as they come
+    weights = scheme.receive(timeout=1.0)   # the newest update; the scheme has applied it already
 
-All schemes of a process share one event loop on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
+All schemes of a process share one event loop, on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
 """
 
 from asyncsync import errors as _errors
@@ -68,35 +68,35 @@ __all__ = [
 __all__ += _errors.__all__
 
 
-class ZMQWeightSyncScheme(_zmq.ChunkCore, WeightSyncScheme):
+class ZMQWeightSyncScheme(_zmq.ZMQCore, WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
 
 
-class SharedMemWeightSyncScheme(_shared_memory.SlotCore, WeightSyncScheme):
+class SharedMemWeightSyncScheme(_shared_memory.SharedMemCore, WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     def receive(self, timeout: float | None = None) -> None:
-        """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
-        reach the model by themselves. :meth:`fetch` and :attr:`weights` return weights.
+        """Return None at once, as TorchRL documents it, because updates reach the model without it. With
+        ``apply="on_receive"``, apply the newest update first. :meth:`fetch` and :attr:`weights` return weights.
 
         Args:
-            timeout: any; there is no waiting.
+            timeout: has no effect, because this never waits.
 
         Raises:
-            ClosedError: the sender has said goodbye, or this side was shut down.
-            Fenced: a newer incarnation of this worker has taken over.
+            ClosedError: the sender has shut down, or this side was shut down.
+            Fenced: a newer process has become this worker.
         """
-        self.run_on_loop(lambda: self.take_in(timeout))
+        self.run_on_loop(lambda: self.apply_pending(timeout))
 
 
-class MultiProcessWeightSyncScheme(_shared_memory.CopyCore, WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own, with the blocking API; see
+class MultiProcessWeightSyncScheme(_shared_memory.MultiProcessCore, WeightSyncScheme):
+    """Weights for workers on this host, each with its own copy, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-class AutoWeightSyncScheme(_shared_memory.NearAndFarCore, WeightSyncScheme):
-    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, with the blocking
-    API; see :class:`asyncsync.AutoWeightSyncScheme`."""
+class AutoWeightSyncScheme(_shared_memory.AutoCore, WeightSyncScheme):
+    """Weights through shared memory to workers on this host, and over ZeroMQ to workers on other hosts, with the
+    blocking API; see :class:`asyncsync.AutoWeightSyncScheme`."""
 
 
 class DistributedWeightSyncScheme(_torch_distributed.DistributedCore, WeightSyncScheme):
@@ -104,20 +104,20 @@ class DistributedWeightSyncScheme(_torch_distributed.DistributedCore, WeightSync
 
 
 class RPCWeightSyncScheme(_remote_calls.RPCCore, WeightSyncScheme):
-    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
+    """Weights for objects in RPC processes, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
 
 
 class RayWeightSyncScheme(_remote_calls.RayCore, WeightSyncScheme):
-    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
+    """Weights for Ray actors, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-class RayModuleTransformScheme(_remote_calls.TransformCore, WeightSyncScheme):
-    """Weights for the module of a RayModuleTransform, with the blocking API; see
+class RayModuleTransformScheme(_remote_calls.RayTransformCore, WeightSyncScheme):
+    """Weights for the module of TorchRL's RayModuleTransform, with the blocking API; see
     :class:`asyncsync.RayModuleTransformScheme`."""
 
 
 class NoWeightSyncScheme(_none.NoSyncCore, WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
-    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
+    """A scheme that moves no weights: ``connect`` returns at once, ``send`` only counts versions, ``receive`` returns
+    None, and ``fetch`` raises RuntimeError. It counts its own versions, also if it is given a ``bus=``."""
 
     own_bus_class = _none.BlockingCountingBus

@@ -16,7 +16,7 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
-from asyncsync.arguments import users_level
+from asyncsync.arguments import user_stacklevel
 
 Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
@@ -59,7 +59,7 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
     warnings.warn(
         f"{name} ({frames}) is not exactly divisible by {unit} ({size}): rounded up to {rounded}. RL_WARNINGS=False "
         "silences this warning",
-        stacklevel=users_level(),
+        stacklevel=user_stacklevel(),
     )
     return rounded
 

@@ -27,7 +27,7 @@ from asyncsync.collectors.weights.updates import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import Interruption, interrupted_by, run_in_thread
-from asyncsync.schemes.sources import follow
+from asyncsync.schemes.sources import follow_path
 
 _log = logging.getLogger("asyncsync")
 
@@ -399,7 +399,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             TypeError: the object at the path cannot be called.
         """
         try:
-            function = follow(self, attr_path)
+            function = follow_path(self, attr_path)
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{type(self).__name__} has no {attr_path!r}: {error!r}") from error
         if not callable(function):
@@ -479,7 +479,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """The object at a path from this attribute of the collector, or ("") from the collector itself."""
         start = getattr(self, owner) if owner else self
         try:
-            return follow(start, path)
+            return follow_path(start, path)
         except (AttributeError, LookupError, TypeError) as error:
             raise AttributeError(f"{type(start).__name__} has no {path!r}: {error!r}") from error
 

@@ -279,7 +279,7 @@ class Destination:
         try:
             return self._deliver(received)
         except BaseException:
-            self.scheme.take_back(now_returned, self._last_returned)
+            self.scheme.mark_unreturned(now_returned, self._last_returned)
             raise
 
     def _deliver(self, received: TensorDictBase) -> Any:

@@ -757,7 +757,7 @@ class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
 
     def _receive_from(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)
-        return scheme.received(0.0)
+        return scheme.receive_update(0.0)
 
 
 # TorchRL documents an mp.Queue here. A scheme with a queue could not be pickled after spawn or for a worker that joins

@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 
 from asyncsync import __version__
 from asyncsync.bench.measure import Figure, WorkerDied, measure
-from asyncsync.commands.options import CommandFailed
+from asyncsync.commands.options import CommandFailed, count, writable
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CLOSE = 1.1  # of schemes whose times differ by less, noise picks the fastest: take the first of the table
@@ -76,6 +76,29 @@ def table(figures: Sequence[Figure]) -> list[list[str]]:
         reach = "other hosts, too" if one.network else "this host"
         rows.append([size(one.nbytes), one.name, f"{one.wall_ms:.2f}", f"{one.cpu_ms:.2f}", reach])
     return rows
+
+
+def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    bench = add_parser(
+        "bench",
+        help="measure every scheme on this machine, and say which to take",
+        description="Sends updates to worker processes over each scheme (shared memory, multiprocessing, ZeroMQ over "
+        "ipc and tcp, torch.distributed), prints wall and CPU time per update, and names the fastest scheme that "
+        "reaches your workers. Takes about 15 seconds.",
+        epilog="Exit codes: 0 measured; 1 a worker has died; 2 wrong arguments; 130 ended by Ctrl-C.",
+    )
+    bench.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
+    bench.add_argument(
+        "--size", type=sizes, default="64KiB,16MiB", metavar="SIZES",
+        help="of the weights, one or several (default %(default)s)",
+    )  # fmt: skip
+    bench.add_argument(
+        "--reach", choices=("host", "network"), default="host",
+        help="where the workers will run: on this host, or on other hosts, too (default %(default)s)",
+    )  # fmt: skip
+    bench.add_argument("--json", type=writable, metavar="PATH", help="write every figure there, too")
+    bench.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

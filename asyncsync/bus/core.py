@@ -476,7 +476,7 @@ class BusCore:
         found: dict[str, Source] = {}
         for topic, given in weights.items():
             scheme = self.schemes.get(topic)
-            if scheme is None or (flat := scheme.at_hand(given)) is None:
+            if scheme is None or (flat := scheme.extract_at_once(given)) is None:
                 return {}
             found[topic] = flat
         return found

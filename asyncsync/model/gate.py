@@ -40,7 +40,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from asyncsync.arguments import users_level
+from asyncsync.arguments import user_stacklevel
 from asyncsync.errors import AckTimeout
 from asyncsync.model.torch_private import CALL_IMPL, call_hooks, forward_hooks, is_compiled, may_be_inlined
 from asyncsync.runtime.asyncio_private import running_loop
@@ -642,7 +642,7 @@ def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
     """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
     code, which registers it. Raises ValueError if none of its calls will, or each ends before its work does."""
     _check_hookable(model)
-    stacklevel = users_level()
+    stacklevel = user_stacklevel()
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
     if ends_early(forward):

@@ -1,5 +1,4 @@
-"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.scheme.Scheme`, on the caller's event
-loop."""
+"""The asyncio API of every bus and scheme: coroutines on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, ModelsOnBus, 
 from asyncsync.bus.verifying import NotComparable
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
-from asyncsync.schemes.torchrl import Refusal
+from asyncsync.schemes.torchrl import RefusedAttribute
 
 T = TypeVar("T")
 
@@ -49,15 +48,15 @@ class Bus(BusCore):
     __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
-        """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
+        """Connect all schemes of this bus; see :meth:`WeightSyncScheme.connect`.
 
         Args:
-            timeout: seconds for all of them together.
-            processes: the workers' processes, to be watched meanwhile.
+            timeout: seconds for all schemes together.
+            processes: sender: the workers' processes; if one ends before all are connected, this raises at once.
 
         Raises:
-            RuntimeError: no scheme has been initialised on this bus.
-            NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
+            RuntimeError: no scheme of this bus has been initialised.
+            NotConnected, SchemaMismatch, PartialSendError: as a scheme's ``connect``.
         """
         self._check_connect(timeout, processes)
         await self._connect(await self._initial_sources(), timeout)
@@ -67,11 +66,12 @@ class Bus(BusCore):
     ) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
 
-        When this returns, the snapshot is complete and the sources may change; workers have not applied it yet.
+        When this returns, the snapshot is complete and the sources may change. It does not wait until workers have
+        applied the update.
 
         Args:
-            weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
-            worker_ids: the workers that get it; None: all.
+            weights: ``{model_id: weights}``, the weights as for a scheme's ``publish``; None: the registered source.
+            worker_ids: the workers that get the update; None: all.
             metadata: as for a scheme's ``publish``.
 
         Returns:
@@ -84,7 +84,7 @@ class Bus(BusCore):
         return await self.announce(weights, worker_ids, metadata)
 
     async def stage(self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
-        """As :meth:`publish`, but nothing is applied before :meth:`commit`; see :meth:`WeightSyncScheme.stage`."""
+        """:meth:`publish`, but workers apply nothing before :meth:`commit`; see :meth:`WeightSyncScheme.stage`."""
         return await self.announce(weights, worker_ids, metadata, stages=True)
 
     async def send_async(
@@ -108,19 +108,18 @@ class Bus(BusCore):
         *,
         quorum: int | None = None,
     ) -> None:
-        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
-        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
+        """Sender: wait until the workers have staged this version: they have all its bytes, and these fit the model. It
+        may be a published version, because receivers with ``apply="on_take"`` or ``"on_receive"`` stage these, too.
 
         Args:
             version: as returned by :meth:`stage` or :meth:`publish`.
             worker_ids, timeout, quorum: as for :meth:`wait_version`.
 
         Raises:
-            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
-                ready.
-            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
-                never published; or an unknown worker.
-            NotConnected: nobody is to get it.
+            PartialSendError: names the workers that have not staged it, and why; its ``acked`` has staged versions.
+            ValueError: the version was never published, was dropped, or was replaced before its commit (the message
+                names the newer one); or an unknown worker.
+            NotConnected: no connected worker is to get the version, or fewer than the ``quorum``.
             ClosedError, Fenced: this side has ended.
         """
         bus, models = self._open_bus_and_models()
@@ -134,8 +133,8 @@ class Bus(BusCore):
         *,
         quorum: int | None = None,
     ) -> None:
-        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
-        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
+        """Sender: let the workers apply the staged version, and wait until they have. Arguments and exceptions are
+        those of :meth:`wait_version`. A worker that is still staging the version applies it when it is ready.
 
         Raises:
             ValueError: the version is not staged (any more); the message says what there is instead.
@@ -144,7 +143,7 @@ class Bus(BusCore):
         await bus.commit_and_wait(version, worker_ids, timeout, models, quorum)
 
     async def drop(self: ModelsOnBus, version: int) -> None:
-        """What is staged goes to nobody: the workers release it.
+        """Sender: discard the staged version. The workers release it, and none applies it.
 
         Raises:
             ValueError: the version is not staged (any more); the message says what there is instead.
@@ -159,20 +158,20 @@ class Bus(BusCore):
         *,
         quorum: int | None = None,
     ) -> None:
-        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has applied it; on a bus, with every model for which it has heard of a version.
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: wait until this
+        worker has; on a bus, with each model of which the sender has announced this version or a newer one.
 
         Args:
             version: as returned by ``publish``.
-            worker_ids: sender only; None: every worker whose target is at least this version.
+            worker_ids: sender only: wait for these workers; None: all whose target is at least this version.
             timeout: seconds.
-            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
+            quorum: sender only: how many of these workers are enough; None: all. The others still get the update.
 
         Raises:
-            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
-                reached. Not final: they still get it.
-            NotConnected: sender: no worker that is there could.
-            AckTimeout: receiver: not within the timeout.
+            PartialSendError: sender: names the workers that have not applied it, and why; with a ``quorum``, raised
+                only if too few have. Not final: these workers still get it.
+            NotConnected: sender: no connected worker is to get the version, or fewer than the ``quorum``.
+            AckTimeout: receiver: the timeout has expired.
             ValueError, TypeError: an unknown worker, or a version that was not published.
             ClosedError, Fenced: this side has ended.
         """
@@ -180,22 +179,22 @@ class Bus(BusCore):
         await bus.await_version(version, worker_ids, timeout, models, quorum)
 
     async def wait_lag(self: ModelsOnBus, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind with its model; on a bus, with any of its models.
+        """Receiver: wait until its model is at most ``max_lag`` versions behind; on a bus, each of its models.
 
-        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
-        what it has applied is at most ``max_lag`` versions behind what the sender has answered.
+        The worker asks the sender which version it should have now, and waits until it has applied that version, or one
+        that is at most ``max_lag`` versions older.
 
         Args:
-            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
+            max_lag: versions; 0: the newest. Counted as ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
             timeout: seconds.
 
         Returns:
-            The version that it has; of several models, the oldest.
+            The version that this worker has applied; of several models, the oldest.
 
         Raises:
-            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
+            AckTimeout: the sender has not answered, or the update was not applied, within the timeout.
             ValueError: ``max_lag`` is not a whole number from 0.
-            SchemaMismatch, RemoteError: the update could not be applied here.
+            SchemaMismatch, RemoteError: this worker could not apply the update.
             RuntimeError: this is a sender.
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
@@ -203,11 +202,11 @@ class Bus(BusCore):
         return await bus.await_lag(models or list(bus.schemes), max_lag, timeout)
 
     async def shutdown(self: ModelsOnBus, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent.
+        """Release everything, and tell the other side. May be called again.
 
-        A receiver's model stays as it is from then on, and its calls no longer count as reading. A bus ends all its
-        schemes. A scheme ends its bus if it is the last one there; else the bus goes on with the others, and another
-        scheme may take this one's place.
+        A receiver's model keeps its last weights, and its calls no longer count as reading. A bus shuts down all its
+        schemes. A scheme shuts down its bus if no other scheme uses it; else the bus goes on with the others, and
+        another scheme may take the place of this one.
 
         Args:
             timeout: seconds; what has not ended by then is cut off.
@@ -216,7 +215,7 @@ class Bus(BusCore):
 
 
 class WeightSyncScheme(Scheme):
-    """One model's weights, kept in step by coroutines on the caller's event loop."""
+    """Keeps the weights of one model in step. Its coroutines run on the caller's event loop."""
 
     bus_class: ClassVar[type[BusCore]] = Bus
     own_bus_class: ClassVar[type[BusCore]] = Bus
@@ -226,7 +225,7 @@ class WeightSyncScheme(Scheme):
     wait_staged, commit, drop = Bus.wait_staged, Bus.commit, Bus.drop
     wait_version, wait_lag, shutdown = Bus.wait_version, Bus.wait_lag, Bus.shutdown
     _bus: Bus
-    initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
+    initialized_on_sender = initialized_on_receiver = RefusedAttribute()  # TorchRL reads these before anything else
 
     @property
     def bus(self) -> Bus:
@@ -240,12 +239,12 @@ class WeightSyncScheme(Scheme):
 
     @property
     def blocking(self) -> Any:
-        """This scheme with the blocking API of :mod:`asyncsync.sync`; to be taken before connecting. The schemes of one
-        bus share the bus afterwards, too.
+        """This scheme with the blocking API of :mod:`asyncsync.sync`. Convert it before connecting. Schemes that share
+        a bus share one after the conversion, too.
 
         Raises:
             RuntimeError: this scheme is connected.
-            TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
+            TypeError: a class of your own, which has no counterpart in :mod:`asyncsync.sync`.
         """
         return self._convert()
 
@@ -257,24 +256,25 @@ class WeightSyncScheme(Scheme):
         timeout: float = DEFAULT_TIMEOUT,
         processes: Iterable[Any] = (),
     ) -> None:
-        """The rendezvous; either side may call first.
+        """Connect to the other side; either side may call this first.
 
-        A sender returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial weights, or are
-        ready if there are none yet; a receiver when it has applied them. Calling it again is harmless.
+        On a sender, this returns when its ``num_workers`` (or ``min_workers``) workers have applied the initial
+        weights; on a receiver, when it has applied them. If there are no initial weights yet, it returns when these
+        workers, or this receiver, are ready for some. It may be called again.
 
         Args:
-            worker_idx: receiver: which worker this is, if init did not say.
-            weights: sender: the initial weights; None: the registered source, if any.
+            worker_idx: receiver: which worker this is, unless ``init_on_receiver`` was given it.
+            weights: sender: the initial weights; None: those of the registered source, if there is one.
             timeout: seconds.
             processes: sender: the workers' processes (of multiprocessing, subprocess or asyncio); if one ends before
                 all are connected, this raises at once.
 
         Raises:
-            NotConnected: the other side did not connect in time; you may call it again.
+            NotConnected: the other side did not connect in time; you may call this again.
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
-            PartialSendError: sender: a worker cannot take the weights; no worker was changed.
+            PartialSendError: sender: a worker cannot apply the weights; no worker was changed.
             ClosedError, Fenced: this side was shut down, or a newer process has replaced it.
-            ValueError, TypeError: invalid arguments, or arguments of the other side's ``connect``.
+            ValueError, TypeError: invalid arguments, or arguments that belong to the other side's ``connect``.
         """
         self._check_connect(weights, worker_idx, timeout, processes)
         if self.role == "sender":
@@ -293,27 +293,27 @@ class WeightSyncScheme(Scheme):
         await self.connect_receiver(worker_idx, timeout)
 
     async def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
-        """Snapshot the weights and announce them; returns the version without waiting for any worker.
+        """Snapshot the weights and announce them. Returns the version, without waiting for any worker.
 
-        The source must not change until this returns, and may change from then on. Latest wins: a worker that is
+        The source must not change before this returns, and may change afterwards. Latest wins: a worker that is
         behind skips versions.
 
-        With asyncio, large weights (over 4 MiB) are fetched afterwards, while this
-        event loop runs: a loop that trains without an await delivers them late. Train in a thread then
-        (``asyncio.to_thread``), or await ``publish_async`` of :mod:`asyncsync.sync`'s schemes. Cancelled, this raises
-        once nothing reads the source any more; the version is published or discarded whole.
+        With the asyncio API, workers fetch large weights (over 4 MiB) afterwards, while this event loop runs; if the
+        loop trains without an await, they get them late. Then train in a thread (``asyncio.to_thread``), or await
+        ``publish_async`` of :mod:`asyncsync.sync`'s schemes. If this is cancelled, it raises when nothing reads the
+        source any more, and the version is either published as a whole or discarded.
 
         Args:
             weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
                 weights}``.
-            worker_ids: the workers that get it; None: all, later ones too.
-            metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
-                :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
+            worker_ids: the workers that get it; None: all, also those that connect later.
+            metadata: a small mapping that arrives with the version: see :attr:`metadata` and :meth:`hold`. Keys are
+                strings, values what msgpack can encode; at most 64 KiB when encoded.
 
         Raises:
             ValueError, TypeError: invalid weights, workers or metadata; nothing was published.
-            AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
-                memory), or the ``prepare_weights`` of a publication before has not returned; nothing was published.
+            AckTimeout: for 60 s, workers that are behind have still been reading all ``slots`` of shared memory, or the
+                ``prepare_weights`` of an earlier publication has not returned; nothing was published.
             MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
@@ -321,11 +321,11 @@ class WeightSyncScheme(Scheme):
         return await self._bus.announce({self.topic: weights}, worker_ids, metadata)
 
     async def stage(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
-        """The first of two phases: snapshot the weights and bring them to the workers, which check them and keep them
-        ready. Until :meth:`commit`, everybody acts with the version before, and so does who joins.
+        """Snapshot the weights and announce them, but only for staging: workers fetch and check them, and keep them
+        until :meth:`commit`. Until then all workers, also new ones, act with the version before.
 
-        There is one staged version at most: a later :meth:`stage` or :meth:`publish` drops it, and its number is not
-        used again. Arguments and exceptions as of :meth:`publish`.
+        At most one version is staged: a later :meth:`stage` or :meth:`publish` drops it, and its number is not used
+        again. Arguments and exceptions are those of :meth:`publish`.
 
         Returns:
             The version.
@@ -336,22 +336,22 @@ class WeightSyncScheme(Scheme):
     async def verify(
         self, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
     ) -> dict[int, list[str] | NotComparable]:
-        """Sender: compare what the workers' models hold with what was sent, tensor by tensor, by digests.
+        """Sender: compare the tensors of the workers' models with those of the newest version, by digests.
 
-        Each worker hashes its model in a thread, between two calls of it; updates wait for as long. Training and
-        sending may go on: a worker that gets a newer version meanwhile is asked again. Extra state is not compared.
+        Each worker hashes its model in a thread, between two calls of the model; updates wait meanwhile. Training and
+        sending may go on: if a worker gets a newer version meanwhile, it is asked again. Extra state is not compared.
 
         Args:
-            worker_ids: whom to ask; None: every worker that has this model, or should have it.
+            worker_ids: the workers to ask; None: every worker that has this model, or should have it.
             timeout: seconds.
 
         Returns:
-            For each worker, the dotted names of the tensors that differ from the newest version, none if all are equal;
-            or :class:`NotComparable`, with the reason: its model casts or converts what comes, it has no model, it is
-            lost, or it has not got the newest version or answered in time.
+            For each worker, the dotted names of the tensors that differ from the newest version, empty if all are
+            equal; or :class:`NotComparable`, with the reason: the worker casts or converts weights, has no model, is
+            lost, or has not got the newest version or not answered in time.
 
         Raises:
-            AckTimeout: another call has not ended within the timeout.
+            AckTimeout: an earlier :meth:`verify` has not ended within the timeout.
             ValueError, TypeError: an unknown worker.
             RuntimeError: this is a receiver.
             NotConnected, ClosedError, Fenced: this sender cannot ask.
@@ -368,8 +368,8 @@ class WeightSyncScheme(Scheme):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`: returns when all targeted workers have applied the weights; with
-        ``quorum=n``, when n of them have. The others still get it, but no error reports them.
+        """:meth:`publish`, then :meth:`wait_version`: returns when all targeted workers have applied the weights. With
+        ``quorum=n``, it returns when n workers have. The others still get them, but no error reports them.
 
         Args:
             weights, worker_ids, metadata: as for :meth:`publish`.
@@ -380,17 +380,17 @@ class WeightSyncScheme(Scheme):
             The version; the blocking ``send`` returns None.
 
         Raises:
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
-                published.
-            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, too few have. Not
-                final: these workers still get it.
+            NotConnected: no worker has this model (elastic sender: fewer than ``min_workers``, or than the ``quorum``);
+                nothing was published.
+            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, raised only if too
+                few have. Not final: these workers still get it.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
         return await self._bus.announce_and_wait({self.topic: weights}, worker_ids, timeout, metadata, quorum)
 
     def send(self, weights: Any = None, worker_ids: Workers = None) -> None:
-        """Not here: this is the asyncio API.
+        """Not available in the asyncio API.
 
         Raises:
             TypeError: always; names the two alternatives.
@@ -400,9 +400,10 @@ class WeightSyncScheme(Scheme):
         )
 
     async def receive(self, timeout: float | None = None) -> TensorDict | None:
-        """The newest applied update that was not returned yet, as a TensorDict that the caller owns.
+        """Return the newest applied update that was not returned yet, as a TensorDict that the caller owns.
 
-        Updates are applied to the registered model as they come; this tells of them.
+        The scheme applies updates to the registered model as they come; this only reports them. With
+        ``apply="on_receive"``, this applies the update, too.
 
         Args:
             timeout: seconds; 0 polls; None waits without a deadline.
@@ -411,51 +412,53 @@ class WeightSyncScheme(Scheme):
             The weights, or None when the timeout expires.
 
         Raises:
-            ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
+            ClosedError: the sender has shut down, or this side was shut down. An update that was not returned yet is
+                returned first.
             Fenced: a newer process has become this worker.
         """
-        self._check_not_held(timeout)
+        self._check_not_holding(timeout)
         return await self._receive(timeout, self.current_call())
 
     def take(self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> Taking:
-        """Take a version under a lease, in a receiver with ``apply="on_take"``, to apply it in your own way, time and
-        thread (to an inference engine, say). Usage::
+        """Borrow a version for a block, to apply it in your own way, time and thread, to an inference engine for
+        example. For a receiver with ``apply="on_take"``. Usage::
 
             async with scheme.take(version) as taken:       # blocking schemes: with scheme.take(version) as taken
                 engine.load_weights(taken.items())          # (dotted name, tensor), in the order of the layout
 
-        Nothing is copied where the weights lie in shared memory; what you write there stays in this process. When the
-        block ends, the sender learns that the version is applied; an exception tells it that it is not, with its
-        traceback, and the version can be taken again. Nothing newer replaces it meanwhile. ``taken.previous`` is the
-        version before, to go back to. If the sender is lost inside the block, nothing is raised: the lease holds.
+        If the weights lie in shared memory, they are not copied; what you write there stays in this process. When the
+        block ends, the sender learns that this worker has applied the version. If the block raises, the sender gets the
+        traceback instead, and the version can be taken again. During the block no newer version replaces it; if the
+        sender is lost, nothing is raised and the lease holds. ``taken.previous`` is the version before, to go back to.
 
         Args:
-            version: exactly this one; it may be applied already. None: the newest that is here and not applied.
-            epoch: of which sender (:attr:`epoch`); None: whichever there is.
-            timeout: seconds to wait for it.
+            version: take exactly this version, even if it is applied already; None: the newest that has arrived and is
+                not applied.
+            epoch: take a version of this sender only (:attr:`epoch`); None: of any.
+            timeout: seconds to wait for the version.
 
         Raises:
-            AckTimeout: it is not here in time.
-            Superseded: a newer version, or sender, has replaced it; the error's ``version`` is what there is.
-            PeerLost: when the block ends: another sender's epoch has begun meanwhile.
+            AckTimeout: the version has not arrived in time.
+            Superseded: a newer version, or a new sender, has replaced it; the error's ``version`` is the newest one.
+            PeerLost: at the end of the block: another sender's epoch has begun meanwhile.
             RuntimeError: another version is taken; or this receiver was not initialised with ``apply="on_take"``.
-            SchemaMismatch, MemoryError: it cannot be got ready here.
+            SchemaMismatch, MemoryError: this worker could not stage the version.
             ClosedError, Fenced: this side has ended.
         """
         return Taking(self, version, epoch, timeout)
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:
-        """Pull: ask the sender for the current version, apply and return it, even if this worker has it already.
+        """Ask the sender for the current version, apply it and return it, even if this worker has applied it already.
 
         Raises:
-            AckTimeout: not within the timeout (seconds).
+            AckTimeout: the timeout (seconds) has expired.
             SchemaMismatch: the sender's weights do not fit the model, which is unchanged.
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
-            Exception: what a strategy or an ``apply_weights`` of your own raised with this version.
+            Exception: what your own strategy or ``apply_weights`` has raised with this version.
         """
         check_timeout(timeout)
         self._check_open()
-        self._check_receives()
+        self._check_returns_weights()
         link = self._bus.worker_link()
         mark = await link.wait_current(self.topic, timeout)
-        return await self._return(link, mark, self.last_returned)
+        return await self._return_copy(link, mark, self.last_returned)

@@ -1,10 +1,10 @@
-"""The blocking API of every scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, run on the one
-event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+"""The blocking API of every bus and scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, which
+run on the one event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
-What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
-``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
-return values are those of TorchRL's "WeightSyncScheme" page. TorchRL's collectors ask for some more, which no asyncio
-class has: an asyncio scheme refuses the first of them.
+The weights are extracted from their source in the caller's thread, because that uses the caller's code and state: a
+strategy, a ``prepare_weights``, a context, the thread's current CUDA stream. Names, overloads and return values are
+those of TorchRL's "WeightSyncScheme" page. TorchRL's collectors use some more names, which the asyncio classes lack:
+there, the name that a collector reads first raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -28,56 +28,58 @@ from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.taking import BlockingTaking
-from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
+from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapt_context, register_with_torchrl
 from asyncsync.transports.base import named_in_sync
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Make = Callable[[], Coroutine[Any, Any, T]]
-Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+MakeCoroutine = Callable[[], Coroutine[Any, Any, T]]
+CoroutineMethod = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
-def taken(method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any) -> Any:
-    """The coroutine of a method of weights and workers. The weights are taken here, in the caller's thread."""
+def bind_extracted(
+    method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any
+) -> Any:
+    """Bind the arguments of a coroutine function that sends, and extract the weights now, in the caller's thread."""
     workers = as_workers(worker_ids)
-    return partial(method, self, self.take_here(weights, workers), workers, *args, **more)
+    return partial(method, self, self.extract_here(weights, workers), workers, *args, **more)
 
 
-def ordinary(
-    method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
+def as_blocking(
+    method: CoroutineMethod[P, T], *, run: str = "run_on_loop", bind: Callable[..., MakeCoroutine[Any]] = partial
 ) -> Callable[Concatenate[Any, P], T]:
-    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
-    called ``run`` runs on the loop what ``make`` makes of the call."""
+    """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. ``bind`` binds
+    the arguments of a call; the method named ``run`` runs the coroutine."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(self, run)(make(method, self, *args, **kwargs))
+        result: T = getattr(self, run)(bind(method, self, *args, **kwargs))
         return result
 
     return call
 
 
-def elsewhere(method: Coroutines[P, T]) -> Coroutines[P, T]:
-    """The same of a method that sends, for a coroutine of any event loop."""
-    make: Callable[..., Make[T]] = taken
+def for_any_loop(method: CoroutineMethod[P, T]) -> CoroutineMethod[P, T]:
+    """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
+    bind: Callable[..., MakeCoroutine[T]] = bind_extracted
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0]._awaitable(make(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].awaitable(bind(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")
     call.__name__ = f"{name}_async"
     call.__doc__ = (
-        f":meth:`{name}` for a coroutine of any event loop; returns the version. The source must not change until it "
-        "returns. The weights travel by the library's own loop, however busy that one is."
+        f":meth:`{name}` for coroutines on any event loop; returns the version. The source must not change before it "
+        "returns. The weights travel on the library's own loop, even while the caller's loop is busy."
     )
     return call
 
 
-def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that has nothing to wait for. Raises TypeError: it waits, because a hook of the user's is a
-    coroutine function."""
+def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never has to wait, without an event loop. Raises TypeError if it waits, because the user's
+    ``prepare_weights`` is a coroutine function."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -85,7 +87,7 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise TypeError(
-        "prepare_weights of a blocking scheme must be an ordinary method; coroutines belong to asyncsync's own classes"
+        "prepare_weights of a blocking scheme must be an ordinary method; only an asyncio scheme's may be a coroutine"
     )
 
 
@@ -110,25 +112,26 @@ class Bus(BusCore):
             bus.connect()
             bus.send({"policy": policy, "value": value})     # each worker switches both, or none
 
-    The methods are described at :class:`asyncsync.Bus`.
+    :class:`asyncsync.Bus` describes the methods.
     """
 
     __enter__, __exit__ = _begin, _end
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
-        initial = now(self._initial_sources())
+        initial = run_without_waiting(self._initial_sources())
         self.run_on_loop(lambda: self._connect(initial, timeout))
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    publish = ordinary(AsyncBus.publish, make=taken)
-    publish_async = elsewhere(AsyncBus.publish)
-    stage = ordinary(AsyncBus.stage, make=taken)
-    send_async = elsewhere(AsyncBus.send_async)
-    wait_staged, commit, drop = ordinary(AsyncBus.wait_staged), ordinary(AsyncBus.commit), ordinary(AsyncBus.drop)
-    wait_version, wait_lag = ordinary(AsyncBus.wait_version), ordinary(AsyncBus.wait_lag)
-    shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
+    publish = as_blocking(AsyncBus.publish, bind=bind_extracted)
+    publish_async = for_any_loop(AsyncBus.publish)
+    stage = as_blocking(AsyncBus.stage, bind=bind_extracted)
+    send_async = for_any_loop(AsyncBus.send_async)
+    wait_staged = as_blocking(AsyncBus.wait_staged)
+    commit, drop = as_blocking(AsyncBus.commit), as_blocking(AsyncBus.drop)
+    wait_version, wait_lag = as_blocking(AsyncBus.wait_version), as_blocking(AsyncBus.wait_lag)
+    shutdown = as_blocking(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
         self,
@@ -141,45 +144,45 @@ class Bus(BusCore):
     ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         self.run_on_loop(
-            taken(AsyncBus.send_async, self, weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+            bind_extracted(AsyncBus.send_async, self, weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
         )
 
     def wait_origin(self, version: int, timeout: float) -> None:
-        # Receiver: see asyncsync.bus.applying.Applying.wait_origin.
+        # Receiver: run asyncsync.bus.applying.Applying.wait_origin on the loop.
         self.run_on_loop(lambda: self.worker_link().wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
         loop_thread.check_exit()
         super().check_open(role)
 
-    def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
-        # The values of the sources, taken here and now.
-        return {topic: Extracted(source) for topic, source in now(self._extract(weights, workers)).items()}
+    def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
+        # The current values of the sources, extracted in the caller's thread.
+        return {topic: Extracted(source) for topic, source in run_without_waiting(self._extract(weights, workers)).items()}
 
-    _awaitable = staticmethod(loop_thread.run_async)
+    awaitable = staticmethod(loop_thread.run_async)
 
     @property
-    def _running(self) -> TrainerLink | WorkerLink | None:
-        """What runs on the loop; None: nothing."""
+    def _open_link(self) -> TrainerLink | WorkerLink | None:
+        """The link, if it is open in this process; else None."""
         link = self._link
         return None if link is None or link.closed or link.is_inherited else link
 
-    def run_on_loop(self, make: Make[T]) -> T:
-        async def tended() -> T:
-            loop_thread.set_open(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
+    def run_on_loop(self, make: MakeCoroutine[T]) -> T:
+        async def kept() -> T:
+            loop_thread.set_open(self._shutdown, True)  # shut down at exit, even if that comes while this connects
             try:
                 return await make()
             finally:
-                if (link := self._running) is not None and self.is_shut_down:
-                    await link.shutdown()  # another thread has shut this bus down just before the link was opened
-                # Again: another call, which has found no link, may have let it go.
-                loop_thread.set_open(self._shutdown, self._running is not None)
+                if (link := self._open_link) is not None and self.is_shut_down:
+                    await link.shutdown()  # this call opened it after another thread had shut the bus down
+                # Also if there is a link: another call that found none before may have ended the keeping.
+                loop_thread.set_open(self._shutdown, self._open_link is not None)
 
-        return loop_thread.run(tended)
+        return loop_thread.run(kept)
 
-    def end_on_loop(self, make: Make[None]) -> None:
-        if self._running is None:
-            now(make())
+    def end_on_loop(self, make: MakeCoroutine[None]) -> None:
+        if self._open_link is None:
+            run_without_waiting(make())
         else:
             self.run_on_loop(make)
 
@@ -197,10 +200,10 @@ class Bus(BusCore):
 
 @named_in_sync("WeightSyncScheme")
 class WeightSyncScheme(Scheme):
-    """One model's weights, kept in step by blocking calls.
+    """Keeps the weights of one model in step, with blocking calls.
 
-    ``model``, ``context`` and ``worker_idx`` may be set before it is initialised: then they stand for what
-    ``init_on_sender`` or ``init_on_receiver`` are not given.
+    ``model``, ``context`` and ``worker_idx`` may be set before the scheme is initialised. ``init_on_sender`` and
+    ``init_on_receiver`` use them for arguments that they are not given.
     """
 
     bus_class: ClassVar[type[BusCore]] = Bus
@@ -218,11 +221,11 @@ class WeightSyncScheme(Scheme):
 
     @property
     def aio(self) -> AsyncScheme:
-        """This scheme with the asyncio API of :mod:`asyncsync`; to be taken before connecting.
+        """This scheme with the asyncio API of :mod:`asyncsync`. Convert it before connecting.
 
         Raises:
             RuntimeError: this scheme is connected.
-            TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
+            TypeError: a class of your own, which has no counterpart in :mod:`asyncsync`.
         """
         twin: AsyncScheme = self._convert()
         return twin
@@ -242,14 +245,14 @@ class WeightSyncScheme(Scheme):
         ctx: Any = None,
     ) -> None:
         collector = None
-        if isinstance(self._context, TorchRLContext) and self.role == "sender" and self.takes_part:
+        if isinstance(self._context, TorchRLContext) and self.role == "sender" and self.moves_weights:
             collector = self._context
             processes = processes or collector.processes
-            if weights is None and not (self.is_registered or self.sources.exist()):
-                weights = collector.first_weights(self.topic)
+            if weights is None and not (self.is_registered or self.sources.has_default()):
+                weights = collector.initial_model(self.topic)
         self._check_connect(weights, worker_idx, timeout, processes)
-        timeout = max(timeout, self._patience)
-        with nullcontext() if collector is None else collector.starting(self.shutdown):
+        timeout = max(timeout, self._least_connect_seconds)
+        with nullcontext() if collector is None else collector.watch_start(self.shutdown):
             if self.role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
             else:
@@ -260,7 +263,7 @@ class WeightSyncScheme(Scheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        initial = now(self.initial_source(weights))
+        initial = run_without_waiting(self.initial_source(weights))
         self.run_on_loop(lambda: self.connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(
@@ -289,13 +292,13 @@ class WeightSyncScheme(Scheme):
 
     send.__doc__ = AsyncScheme.send_async.__doc__
 
-    _send_and_wait = ordinary(AsyncScheme.send_async, make=taken)
-    send_async = elsewhere(AsyncScheme.send_async)
-    publish = ordinary(AsyncScheme.publish, make=taken)
-    publish_async = elsewhere(AsyncScheme.publish)
-    stage = ordinary(AsyncScheme.stage, make=taken)
-    verify = ordinary(AsyncScheme.verify)
-    fetch = ordinary(AsyncScheme.fetch, run="_deliver")
+    _send_and_wait = as_blocking(AsyncScheme.send_async, bind=bind_extracted)
+    send_async = for_any_loop(AsyncScheme.send_async)
+    publish = as_blocking(AsyncScheme.publish, bind=bind_extracted)
+    publish_async = for_any_loop(AsyncScheme.publish)
+    stage = as_blocking(AsyncScheme.stage, bind=bind_extracted)
+    verify = as_blocking(AsyncScheme.verify)
+    fetch = as_blocking(AsyncScheme.fetch, run="_run_delivering")
 
     def take(
         self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -305,89 +308,89 @@ class WeightSyncScheme(Scheme):
     take.__doc__ = AsyncScheme.take.__doc__
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
-        return self.received(timeout)
+        return self.receive_update(timeout)
 
     receive.__doc__ = AsyncScheme.receive.__doc__
 
-    def received(self, timeout: float | None) -> TensorDict | None:
-        # What receive returns, unless a subclass has another one.
-        self._check_not_held(timeout)
+    def receive_update(self, timeout: float | None) -> TensorDict | None:
+        # As receive, also where a subclass's receive returns no weights.
+        self._check_not_holding(timeout)
         call = self.current_call()
-        return self._deliver(lambda: self._receive(timeout, call))
+        return self._run_delivering(lambda: self._receive(timeout, call))
 
-    def run_on_loop(self, make: Make[T]) -> T:
+    def run_on_loop(self, make: MakeCoroutine[T]) -> T:
         return self._bus.run_on_loop(make)
 
-    def end_on_loop(self, make: Make[None]) -> None:
+    def end_on_loop(self, make: MakeCoroutine[None]) -> None:
         self._bus.end_on_loop(make)
 
-    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
-        # The weights, taken from their source here and now.
+    def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
+        # The current values of the weights, extracted in the caller's thread.
         self._check_open()
-        return self._bus.take_here({self.topic: weights}, workers)[self.topic]
+        return self._bus.extract_here({self.topic: weights}, workers)[self.topic]
 
-    def _deliver(self, make: Make[T]) -> T:
-        """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
-        them."""
+    def _run_delivering(self, make: MakeCoroutine[T]) -> T:
+        """Return weights to the caller. If an exception strikes in the caller's thread before it has them, the next
+        receive returns them."""
         undo: list[Callable[[], None]] = []
-        gone = False
+        interrupted = False
 
         async def deliver() -> T:
             before = self.last_returned
             weights = await make()
-            take_back = partial(self.take_back, self.last_returned, before)
-            undo.append(take_back)
-            if gone:  # for a second time, perhaps
-                take_back()
+            mark_unreturned = partial(self.mark_unreturned, self.last_returned, before)
+            undo.append(mark_unreturned)
+            if interrupted:  # the handler below may have run before this entry was there
+                mark_unreturned()
             return weights
 
         try:
             return self.run_on_loop(deliver)
         except BaseException:
-            gone = True
-            for take_back in undo:
-                take_back()
+            interrupted = True
+            for mark_unreturned in undo:
+                mark_unreturned()
             raise
 
-    # -- what TorchRL's collectors ask for, and set --------------------------------------------------------------------
+    # -- what TorchRL's collectors read and set ------------------------------------------------------------------------
 
-    # The workers of a sender get both with the scheme: seconds that connect() waits at least, and the number by which
-    # TorchRL's collector calls the first of them.
-    _patience: float = 0.0
-    _first_number: int = 0
+    # Set on a sender, and pickled with the scheme for its workers: the shortest timeout of connect(), in seconds, and
+    # the number that TorchRL's collector gives its first worker.
+    _least_connect_seconds: float = 0.0
+    _first_worker_number: int = 0
 
     def _reset(self) -> None:
         super()._reset()
-        count_as_theirs(WeightSyncScheme)
+        register_with_torchrl(WeightSyncScheme)
 
     @checked(Scheme.init_on_sender)
     def init_on_sender(self, **options: Any) -> None:
-        super().init_on_sender(**self._completed(options, "model", "context"))
+        super().init_on_sender(**self._with_preset(options, "model", "context"))
         if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
-            self._patience = START_SECONDS
-            self._first_number = self._context.first_number
+            self._least_connect_seconds = START_SECONDS
+            self._first_worker_number = self._context.first_worker_number
 
     @checked(Scheme.init_on_receiver)
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
-        options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
-        if self._first_number and options.get("worker_idx") is not None:
-            options["worker_idx"] -= self._first_number
+        options = self._with_preset({**options, "context": context}, "model", "context", "worker_idx")
+        if self._first_worker_number and options.get("worker_idx") is not None:
+            options["worker_idx"] -= self._first_worker_number
         super().init_on_receiver(model_id, **options)
 
-    def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    def _with_preset(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
         missing = [name for name in names if self.role is None and options.get(name) is None]
         return {**options, **{name: getattr(self, f"_{name}") for name in missing}}
 
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this is the sender, in this process."""
-        count_as_theirs(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
+        register_with_torchrl(WeightSyncScheme)  # TorchRL reads this first; it may have been imported since _reset()
         return self.role == "sender" and self.pid == os.getpid()
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this is a receiver, in this process."""
-        count_as_theirs(WeightSyncScheme)
+        register_with_torchrl(WeightSyncScheme)
         return self.role == "receiver" and self.pid == os.getpid()
 
     @property
@@ -407,10 +410,10 @@ class WeightSyncScheme(Scheme):
 
     @property
     def model(self) -> Any:
-        """The registered model, on a sender with a context that one's; None when unset.
+        """The registered model; on a sender that has only a context, the context's model. None when unset.
 
-        Set on a sender, it is what a bare ``send()`` sends. Set on a receiver, it takes the place of the other: it has
-        the current weights when this returns, and gets the updates from then on.
+        Set it on a sender to have ``send()`` without an argument send this model. Set it on a receiver to replace the
+        model: when this returns, the new one has the current weights, and gets the updates from then on.
         """
         return super().model
 
@@ -421,17 +424,16 @@ class WeightSyncScheme(Scheme):
         elif self.role == "sender":
             old = self.sources
             self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
-            self._model = model
         elif model is not self._model:
-            replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._patience))
+            replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._least_connect_seconds))
             if isinstance(self._bus.link, WorkerLink):
                 self.run_on_loop(replace)
             else:
-                now(replace())
+                run_without_waiting(replace())
 
     @property
     def context(self) -> Any:
-        """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
+        """The context object; None when unset. A context that is set on a receiver learns of each later update."""
         return super().context
 
     @context.setter
@@ -439,7 +441,7 @@ class WeightSyncScheme(Scheme):
         if self.role is None:
             self._context = context
             return
-        self._context = self.sources.context = context = adapted(context)
+        self._context = self.sources.context = context = adapt_context(context)
         link = self._bus.link
         if self.is_registered and isinstance(link, WorkerLink):
             if isinstance(context, TorchRLContext):
@@ -458,8 +460,8 @@ class WeightSyncScheme(Scheme):
         if self.role is None:
             self._worker_idx = worker_idx
         elif self.role == "sender" or self._worker_idx is not None:
-            who = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
-            raise RuntimeError(f"this is {who} already: worker_idx belongs to a receiver, and is set once")
+            side = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
+            raise RuntimeError(f"this scheme is {side} already: worker_idx can be set once, on a receiver")
         else:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx

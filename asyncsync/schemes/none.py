@@ -1,4 +1,4 @@
-"""No synchronisation: for workers that share the trainer's model, or never need new weights."""
+"""The scheme without synchronisation: for workers that share the trainer's model, or never need new weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class CountingCore(BusCore):
-    """A bus over which nothing travels: it counts publications, and waits for nobody."""
+    """A bus without connections: it counts publications, and waits for no worker."""
 
-    _encoded = b""
+    _encoded_metadata = b""  # of the last publication
 
     def join(self, scheme: Any, role: str, topic: str, num_workers: int | None = None) -> None:
-        if scheme.takes_part:
+        if scheme.moves_weights:
             raise ValueError(
                 "nothing travels over the bus of a NoWeightSyncScheme: construct one bus = Bus() and give it to the "
                 "other schemes (bus=bus)"
@@ -30,7 +30,7 @@ class CountingCore(BusCore):
         super().join(scheme, role, topic, num_workers)
 
     async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
-        self._encoded = encode_metadata(metadata)
+        self._encoded_metadata = encode_metadata(metadata)
         self.unlinked_version += 1
         return self.unlinked_version
 
@@ -57,41 +57,41 @@ class CountingCore(BusCore):
         return nullcontext(Shown(self.version, self.metadata_of(models)))
 
     def metadata_of(self, models: Any) -> dict[str, Any]:
-        return decode_metadata(self._encoded)
+        return decode_metadata(self._encoded_metadata)
 
     def check_not_receiver(self) -> None:
         pass
 
     def continue_from(self, version: int) -> None:
         super().continue_from(version)
-        self._encoded = b""
+        self._encoded_metadata = b""
 
 
 class CountingBus(CountingCore, aio.Bus):
-    """The same with the API of asyncio."""
+    """The bus of an asyncio NoWeightSyncScheme."""
 
 
 class BlockingCountingBus(CountingCore, blocking.Bus):
-    """The same with the blocking API."""
+    """The bus of a blocking NoWeightSyncScheme. It needs no loop thread, because it waits for nothing."""
 
-    def run_on_loop(self, make: blocking.Make[T]) -> T:
-        return blocking.now(make())
+    def run_on_loop(self, make: blocking.MakeCoroutine[T]) -> T:
+        return blocking.run_without_waiting(make())
 
     @staticmethod
-    async def _awaitable(make: blocking.Make[T]) -> T:
+    async def awaitable(make: blocking.MakeCoroutine[T]) -> T:
         return await make()
 
-    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
+    def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
         return weights
 
 
 class NoSyncCore(Scheme):
-    """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
+    """``NoWeightSyncScheme`` without an API. It waits for nothing, and reads no weights."""
 
-    takes_part = False
+    moves_weights = False
 
     def create_transport(self, **kwargs: Any) -> ChunkTransport:
-        """A transport that moves nothing, either."""
+        """A transport, which this scheme never uses."""
         return BlockingZMQTransport() if self.is_blocking else ZMQTransport()
 
     def _check_connect(self, *given: Any) -> None:
@@ -111,15 +111,15 @@ class NoSyncCore(Scheme):
     async def _receive(self, *given: Any) -> None:
         self._check_open()
 
-    def _check_receives(self) -> NoReturn:
+    def _check_returns_weights(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
-    def check_takes(self) -> NoReturn:
+    def check_can_take(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to take")
 
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None, and
-    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
+    """A scheme that moves no weights: ``connect`` returns at once, ``publish`` only counts versions, ``receive``
+    returns None, and ``fetch`` raises RuntimeError. It counts its own versions, also if it is given a ``bus=``."""
 
     own_bus_class: ClassVar[type[BusCore]] = CountingBus

@@ -1,4 +1,4 @@
-"""The options of the schemes, each declared once. A scheme's class names the set that its constructor takes."""
+"""The schemes' options, each declared once. Each scheme's constructor names the TypedDict with its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.shared_memory import MAP_ABOVE, SLOTS
 from asyncsync.transports.torch_distributed import PAIR_BYTES
 
-# Positional, or of schemes that have no other base in common.
+# Options that are positional, or that several TypedDicts below have without a common base.
 
 Strategy = Annotated[
     str | WeightStrategy,
@@ -22,8 +22,8 @@ Backend = Annotated[
     str,
     Option(
         "gloo",
-        doc="of torch.distributed, one that this torch has; weights are packed in host memory, and gloo carries them "
-        "whichever it is.",
+        doc="a backend of torch.distributed that this torch has. Whichever it is, the weights are packed in host "
+        "memory, and gloo carries them.",
     ),
 ]
 MapAbove = Annotated[
@@ -31,34 +31,35 @@ MapAbove = Annotated[
     Option(
         MAP_ABOVE,
         partial(check_count, least=0),
-        "weights of more bytes are received where a module's Parameters then get their memory; smaller ones are copied "
-        "into the memory that the Parameters have.",
+        "bytes. For larger weights, a module's Parameters are re-pointed to the memory that received them, if the "
+        "scheme does that; smaller weights are copied into the memory that the Parameters have.",
     ),
 ]
 Slots = Annotated[
     int,
     Option(
         SLOTS,
-        partial(check_count, least=2),  # one is read, one is written
-        "how many versions may be in use at once: the newest, one that is being written, and older ones that slow "
-        "workers still read. With all of them in use, publishing waits.",
+        partial(check_count, least=2),  # workers read one while the sender writes the other
+        "how many versions may occupy shared memory at once: the newest, the one that is being written, and older ones "
+        "that slow workers still read. While all of them are in use, publishing waits.",
     ),
 ]
 Sync = Annotated[
-    bool, Option(True, doc="of the blocking API: False: ``send`` is ``publish``, and waits for no worker.")
+    bool, Option(True, doc="blocking API only. False: ``send`` does what ``publish`` does, and waits for no worker.")
 ]
 
 
 @described
 class OwnOptions(TypedDict, total=False):
-    """Of a scheme, whatever its bus.
+    """Options of a scheme, whatever its bus.
 
     Args:
-        bus: a :class:`Bus` of the same API, shared with other schemes, instead of one of its own.
-        include: patterns, ``"actor.*"``, of the dotted names of the weights that are sent and received; everything else
-            of the receivers' models stays as it is. None: all weights.
-        exclude: patterns of names that ``include`` selects, but that are not sent either.
-        strict: names that match no pattern, in the source, in what has come or in a receiver's model, are an error.
+        bus: a :class:`Bus` of the same API that this scheme shares with others; None: a bus of its own.
+        include: patterns, such as ``"actor.*"``, of the dotted names of the weights to send and receive. All other
+            weights of a receiver's model stay as they are. None: all weights.
+        exclude: patterns of names to leave out, although ``include`` selects them.
+        strict: True: a name that matches no pattern, neither of ``include`` nor of ``exclude``, is an error: in the
+            source, in an update, or in a receiver's model.
     """
 
     endpoint: Endpoint
@@ -69,7 +70,7 @@ class OwnOptions(TypedDict, total=False):
 
 
 class SchemeOptions(OwnOptions, WireOptions, total=False):
-    """Of every scheme that does not say otherwise."""
+    """Options of every scheme whose class declares no others."""
 
 
 class ZMQOptions(SchemeOptions, total=False):
@@ -93,10 +94,10 @@ class RayOptions(SchemeOptions, total=False):
 
 @described
 class SharedMemOptions(OwnOptions, LocalBusOptions, total=False):
-    """Of ``SharedMemWeightSyncScheme`` and ``MultiProcessWeightSyncScheme``.
+    """Options of ``SharedMemWeightSyncScheme`` and ``MultiProcessWeightSyncScheme``.
 
     Args:
-        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
+        per_worker_weights: accepted because TorchRL has it; ignored: each worker may be sent weights of its own.
     """
 
     slots: Slots
@@ -107,15 +108,15 @@ class SharedMemOptions(OwnOptions, LocalBusOptions, total=False):
 
 @described
 class DistributedOptions(OwnOptions, LocalBusOptions, total=False):
-    """Of ``DistributedWeightSyncScheme``.
+    """Options of ``DistributedWeightSyncScheme``.
 
     Args:
         timeout: seconds to reach the store.
-        store_info: where the scheme's own store is to be, and is: ``{"host": …, "port": …}``, or a pair of both; as
-            port of the sender's, 0 is one that is free. None: the process group's if there is one, else one of its own
-            at the address by which other hosts reach this one (with a context, on the second port after its
-            ``tcp_port``).
-        pair_above: weights of more bytes go through gloo; fewer ride along in the instruction.
+        store_info: the address of the scheme's own store: ``{"host": …, "port": …}``, or a pair of both; the sender
+            takes a free port if the port is 0. None: use the process group's store if there is one; else the sender
+            opens its own store at the address by which other hosts reach this one (if the context has a ``tcp_port``,
+            on the second port after it, if that is free).
+        pair_above: bytes. Larger weights go through gloo; smaller ones travel over the bus, within the update message.
     """
 
     backend: Backend

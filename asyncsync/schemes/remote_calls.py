@@ -1,13 +1,13 @@
-"""Remote calls: the schemes whose sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
-documents it for RPC and Ray. The bytes go through gloo, or through Ray's object store.
+"""The schemes for RPC and Ray: the sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
+documents it. The bytes travel through gloo, or through Ray's object store.
 
-The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker here
-applies what has come when it is told to: a publication calls the objects of the workers that it is for, each method
-runs ``scheme.receive()``, and that applies the version of the call, or a newer one. A call that comes late, after a
-newer one, finds nothing to do and returns; one that came from another scheme of the same object returns at once. There
-is one call at a time to each object; of the calls that wait for it, only the newest follows.
+The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker applies an
+update only when it is called. A publication calls the object of each worker that it is for. The object's method runs
+``scheme.receive()``, which applies the version of the call, or a newer one. If a newer one is applied already, or if
+the call came from another scheme of the same object, ``receive`` returns at once. The sender makes one call at a time
+to each object; of the calls that wait meanwhile, it makes only the newest.
 
-By RPC, the first call of a worker introduces it to its sender, and connects it: ``connect`` waits on neither side.
+With RPC, ``connect`` waits on neither side: the sender's first call of a worker introduces and connects the worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, TypeVar, Unpack
@@ -49,16 +49,16 @@ from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTra
 
 METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
-LOOK_SECONDS = 0.25
-# Longer than anything that the worker does there: its own limit has a better message.
+CHECK_SENDER_SECONDS = 0.25
+# Longer than the limits within the worker, because their messages tell more.
 RPC_SECONDS = 180.0
 
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
-MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
-MARGIN = 1.0  # a connect that is late says why
-MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
-LOOK_FOR_ANSWER_SECONDS = 0.1
+TASK_NAME_PREFIX = f"{METHOD} asyncsync:"  # of a call's name, as Ray shows it; the encoded Call follows
+CONNECT_MARGIN = 1.0  # added to connect()'s timeout, so that its own error, which tells more, comes first
+TRANSFORM_MODEL_ID = "transform_module"  # the model_id of a transform's module, if the sender has none
+ANSWER_POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
@@ -67,10 +67,10 @@ T = TypeVar("T")
 class Call:
     """One call of a worker's object."""
 
-    uid: str  # of the bus that calls
-    worker: int  # which worker it takes the object for
-    versions: dict[str, int]  # what is to be applied, by the models' names
-    introduction: bytes | None = None  # how to find the sender, where the call says that
+    uid: str  # of the sender's bus
+    worker: int  # the worker that the sender takes the object for
+    versions: dict[str, int]  # the versions to apply, by model_id
+    introduction: bytes | None = None  # an encoded Introduction, if the worker learns the sender's address by calls
 
     def encode(self) -> bytes:
         encoded: bytes = msgpack.packb([self.uid, self.worker, self.versions, self.introduction])
@@ -81,12 +81,12 @@ class Call:
         return cls(*msgpack.unpackb(data))
 
     def version(self, model_id: str) -> int | None:
-        """Of this model; None: the call does not concern it."""
-        return self.versions.get(model_id, self.versions.get(""))  # a sender with one model need not name it
+        """The version of this model; None: the call is not about it."""
+        return self.versions.get(model_id, self.versions.get(""))  # a sender with one model may have no model_id
 
 
 def failure_of(error: BaseException) -> Exception:
-    """A worker's exception, as it travels to the sender: the library's own as it is, others with their traceback."""
+    """A worker's exception as it travels to the sender: the library's own unchanged, others with their traceback."""
     if isinstance(error, WeightSyncError):
         return error
     kind = type(error)
@@ -95,70 +95,70 @@ def failure_of(error: BaseException) -> Exception:
 
 
 @dataclass
-class _Caller:
+class _WorkerCalls:
     """The calls of one worker's object."""
 
-    wanted: int = 0  # versions
-    ended: int = 0
-    failed: Exception | None = None  # why the last call has, that for the version ``ended``
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    wanted_version: int = 0  # the newest version to call it for
+    ended_version: int = 0  # the newest version whose call has ended
+    failure: Exception | None = None  # what that call raised
+    task: asyncio.Task[None] | None = None  # makes the calls, one at a time
 
 
-class _Calls:
-    """The calls of one bus; see :class:`asyncsync.bus.carrier.Calls`."""
+class _BusCalls:
+    """The calls that one bus makes; see :class:`asyncsync.bus.carrier.Calls`."""
 
     def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
         self._bus = bus
         self._remotes = remotes
         self.call = call
-        self._callers: dict[int, _Caller] = {}
+        self._by_worker: dict[int, _WorkerCalls] = {}
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
         link = self._bus.trainer_link()
         chosen = link.machine.progress.targeted(version, models) if workers is None else workers
         for worker in chosen:
             if worker in self._remotes:
-                caller = self._callers.setdefault(worker, _Caller())
-                caller.wanted = version
-                if caller.task is None:
-                    caller.task = link.loop.create_task(self._run(worker, caller))
+                calls = self._by_worker.setdefault(worker, _WorkerCalls())
+                calls.wanted_version = version
+                if calls.task is None:
+                    calls.task = link.loop.create_task(self._run(worker, calls))
 
     def is_pending(self, worker: int, version: int) -> bool:
-        caller = self._callers.get(worker)
-        return caller is not None and caller.ended < version <= caller.wanted
+        calls = self._by_worker.get(worker)
+        return calls is not None and calls.ended_version < version <= calls.wanted_version
 
     def failure(self, worker: int, version: int) -> Exception | None:
-        caller = self._callers.get(worker)
-        return None if caller is None or caller.ended < version else caller.failed
+        calls = self._by_worker.get(worker)
+        return None if calls is None or calls.ended_version < version else calls.failure
 
-    async def _run(self, worker: int, caller: _Caller) -> None:
+    async def _run(self, worker: int, calls: _WorkerCalls) -> None:
         link = self._bus.trainer_link()
         targets = link.machine.targets
         called: dict[str, int] = {}
 
-        def is_settled(version: int) -> bool:
+        def is_agreed() -> bool:
             return version not in targets.pending
 
         try:
-            while caller.ended < (version := caller.wanted):
+            while calls.ended_version < (version := calls.wanted_version):
                 failed: Exception | None = None
                 try:
-                    # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(partial(is_settled, version), CALL_SECONDS)
+                    # Call none before all workers have accepted the layout: if one refuses it, none gets the version.
+                    await link.wait(is_agreed, CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
                         await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
                     failed = error
-                caller.ended, caller.failed = version, failed
+                calls.ended_version, calls.failure = version, failed
                 link.notify()
         finally:
-            caller.task = None
+            calls.task = None
 
     async def close(self) -> None:
-        """Wait for no call any more. What runs in a worker ends by itself."""
-        tasks = [caller.task for caller in self._callers.values() if caller.task is not None]
+        """Stop waiting for calls. A call that runs in a worker goes on there, and ends by itself."""
+        tasks = [calls.task for calls in self._by_worker.values() if calls.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -166,29 +166,29 @@ class _Calls:
 
 
 class RemoteCallCore(Scheme):
-    """A scheme of either API whose sender calls the workers' objects."""
+    """A scheme whose sender calls the workers' objects."""
 
-    _adopts = _is_introduced = True
+    _repoints_parameters = _is_introduced = True
 
     def _reset(self) -> None:
         super()._reset()
         self._remotes: dict[int, Any] = {}
 
-    # -- of a subclass ------------------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    _remotes_name: ClassVar[str]  # the attribute of a context in which TorchRL's collectors have the workers' objects
+    _remotes_attribute: ClassVar[str]  # where TorchRL's collectors have the workers' objects
 
     @abstractmethod
     async def _call(self, call: Call) -> None:
-        """Sender: call a worker's object, and wait until the call ends. Raises PeerLost if the worker is gone, and
-        what the object has raised."""
+        """Sender: call a worker's object, and wait until the call ends. Raises what the object raised; PeerLost if the
+        worker is lost."""
 
-    # -- what users call ----------------------------------------------------------------------------------------------
+    # -- public methods -----------------------------------------------------------------------------------------------
 
     @property
     def remotes(self) -> dict[int, Any]:
-        """The workers' objects, ``{worker_idx: object}``, that a sender calls. To be changed where workers come and go;
-        one that is not in there is sent weights all the same, and applies them by itself if it has ``apply="auto"``."""
+        """Sender: the workers' objects to call, ``{worker_idx: object}``. Change this dict when workers come and go. A
+        connected worker that is not in it gets weights, too, and applies them by itself if it has ``apply="auto"``."""
         return self._remotes
 
     @checked(Scheme.init_on_sender)
@@ -202,47 +202,47 @@ class RemoteCallCore(Scheme):
         remote_collectors: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
-        """Make this the sender's side. Sets up local state only.
+        """Make this scheme the sender. Sets up local state only.
 
         Args:
-            remotes: the workers' objects, in the order of their indices; ``{worker_idx: object}`` where they come and
-                go, or are put into :attr:`remotes` later. Each has a method ``_receive_weights_scheme()``, which runs
-                its scheme's ``receive()``.
-            context: an object that has them, as TorchRL's collectors do; see :meth:`Scheme.init_on_sender`.
-            num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
-                ``min_workers`` says that they come and go.
+            remotes: the workers' objects, in the order of their indices. If workers come and go, or if you put objects
+                into :attr:`remotes` later: ``{worker_idx: object}``. Each object has a method
+                ``_receive_weights_scheme()``, which runs its scheme's ``receive()``.
+            context: an object that has the workers' objects, as TorchRL's collectors do; otherwise as for every scheme.
+            num_workers: fixed number of workers; None: the number of ``remotes`` if that is a sequence, unless
+                ``min_workers`` tells that workers come and go.
             remote_collectors: TorchRL's name for ``remotes``.
             min_workers, options: as for every scheme.
 
         Raises:
-            ValueError: there are no objects, or not as many as workers.
+            ValueError: no objects were given, a sequence has not one for each worker, or an index is no worker's.
         """
         given = remote_collectors if remotes is None else remotes
         if given is None and context is not None:
-            given = getattr(context, self._remotes_name, None)
+            given = getattr(context, self._remotes_attribute, None)
         if given is None:
             raise ValueError(
-                f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a context that "
-                "has them"
+                f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a "
+                "context that has them"
             )
         found = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+        is_sequence = not isinstance(given, Mapping)
         fixed = num_workers or self._bus.num_workers
-        if fixed is None and not isinstance(given, Mapping) and min_workers is None and self._bus.min_workers == 1:
+        if fixed is None and is_sequence and min_workers is None and self._bus.min_workers == 1:
             fixed = len(found)
-        wanted = set(range(fixed or 0))
-        if fixed is not None and (found.keys() - wanted or (found.keys() < wanted and not isinstance(given, Mapping))):
+        if fixed is not None and (not found.keys() <= set(range(fixed)) or (is_sequence and len(found) < fixed)):
             raise ValueError(f"num_workers={fixed}, but there are objects of the workers {sorted(found)}")
         super().init_on_sender(context=context, num_workers=fixed, min_workers=min_workers, **options)
-        self._call_them(found)
+        self._set_remotes(found)
 
-    def _call_them(self, remotes: dict[int, Any]) -> None:
+    def _set_remotes(self, remotes: dict[int, Any]) -> None:
         self._remotes = remotes
-        self._bus.calls = _Calls(self._bus, remotes, self._call)
+        self._bus.calls = _BusCalls(self._bus, remotes, self._call)
 
-    def take_over(self, original: Scheme) -> None:
-        super().take_over(original)
+    def init_like(self, original: Scheme) -> None:
+        super().init_like(original)
         if self.role == "sender":
-            self._call_them(self._remotes)
+            self._set_remotes(self._remotes)
 
     @checked(Scheme.init_on_receiver)
     def init_on_receiver(
@@ -255,49 +255,49 @@ class RemoteCallCore(Scheme):
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None:
             return await super()._receive(timeout)
-        self._check_receive(timeout)
+        self._check_can_receive(timeout)
         version = call.version(self.topic)
         if call.uid != self._bus.uid or version is None:
-            return None  # it is for another scheme of the same object
+            return None  # the call is for another scheme of the same object
         if self._worker_idx not in (None, call.worker):
             raise ValueError(
-                f"this object is worker {self._worker_idx}, but its sender calls it as worker {call.worker}: the "
-                "sender's remotes must have each object once, in the place of its worker_idx"
+                f"this object is worker {self._worker_idx}, but its sender calls it as worker {call.worker}: remotes= "
+                "of the sender must have each object once, at the position of its worker_idx"
             )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (CALL_SECONDS if timeout is None else timeout)
         if not self.is_registered:
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
-            # Not as a subclass connects: by RPC, only a call does.
-            await self._unless_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
-            self.last_returned = None  # the user has not been told of any yet
+            # Scheme's method, because that of RPCCore leaves connecting to this call.
+            await self._run_unless_sender_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
+            self.last_returned = None  # the initial weights were not returned to the user yet
         try:
-            reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
-            return await self._unless_lost(call, reach)
+            reach = self._receive_version(version, max(0.0, deadline - loop.time()), call.versions)
+            return await self._run_unless_sender_lost(call, reach)
         except AckTimeout:
             if timeout is None:
                 raise
             return None
 
-    async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
-        """This version, or a newer one, applied, with what these other models have got together with it; None if it was
-        returned already."""
+    async def _receive_version(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
+        """Apply this version or a newer one, with the ``others``, models that may switch together with this one; return
+        its weights, or None if they were returned already."""
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_reached(self.topic, version, timeout, others)
-        return None if mark == before else await self._return(link, mark, before)
+        return None if mark == before else await self._return_copy(link, mark, before)
 
-    async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
-        """Do what a call asks for, unless the caller dies meanwhile: its successor calls again, and until then the
-        object is to be had. Raises PeerLost."""
+    async def _run_unless_sender_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
+        """Run ``doing`` for a call. Raises PeerLost if the sender is lost meanwhile, because the object must be free
+        for the call of the sender's successor."""
         task = asyncio.ensure_future(doing)
         try:
-            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=CHECK_SENDER_SECONDS))[0]:
                 link = self._bus.link
                 if isinstance(link, WorkerLink) and link.is_lost:
                     raise PeerLost(
-                        f"worker {call.worker} was called for the versions {call.versions}, and the sender is lost: "
-                        "they will not come"
+                        f"worker {call.worker} was called for the versions {call.versions}, but they will not come, "
+                        "because the sender is lost"
                     )
             return task.result()
         finally:
@@ -307,20 +307,18 @@ class RemoteCallCore(Scheme):
 
     async def end_transport(self, timeout: float) -> None:
         calls = self._bus.calls
-        if isinstance(calls, _Calls) and calls.call == self._call:
+        if isinstance(calls, _BusCalls) and calls.call == self._call:
             await calls.close()
         await super().end_transport(timeout)
 
 
 # -- RPC ---------------------------------------------------------------------------------------------------------------
 
-_current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
+_current_call: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 
 
 class RPCCore(RemoteCallCore):
-    """What the scheme is, in both APIs."""
-
-    _remotes_name = "collector_rrefs"
+    _remotes_attribute = "collector_rrefs"
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
@@ -338,11 +336,11 @@ class RPCCore(RemoteCallCore):
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
-        await self._open(timeout)
+        await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
         machine = link.end_fast_path()
         machine.serve(self.topic, loop.time())
-        machine.mark_assembled(self.topic)  # workers that were not called yet are not waited for
+        machine.mark_assembled(self.topic)  # from now on publish without waiting for workers that were not called yet
         link.act_on_changes()
         if initial is not None:
             deadline = loop.time() + timeout
@@ -350,7 +348,7 @@ class RPCCore(RemoteCallCore):
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        if worker_idx is not None:  # else it is the bus that connects, and no call
+        if worker_idx is not None:  # None: the bus connects, but only a call connects this scheme
             super().register_receiver(worker_idx)
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
@@ -361,7 +359,7 @@ class RPCCore(RemoteCallCore):
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None and self.role == "receiver" and not self.is_registered:
             self._check_open()
-            raise NotConnected("this worker has not been called by its sender yet, which introduces it")
+            raise NotConnected("this worker is not connected: the first call of its sender connects it")
         return await super()._receive(timeout, call)
 
     async def _call(self, call: Call) -> None:
@@ -371,14 +369,14 @@ class RPCCore(RemoteCallCore):
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def begin() -> Any:
-            call_there = import_module("torch.distributed.rpc").rpc_async
-            there, arguments = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_there, (rref, call.encode())
-            calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
+            rpc_async = import_module("torch.distributed.rpc").rpc_async
+            receive = import_module("asyncsync.sync").RPCWeightSyncScheme.receive_in_worker
+            calling = rpc_async(rref.owner(), receive, (rref, call.encode()), timeout=RPC_SECONDS)
             calling.add_done_callback(lambda _: settle(done))
             return calling
 
         try:
-            calling = await run_in_thread("asyncsync-call", begin)  # it may connect, which blocks
+            calling = await run_in_thread("asyncsync-call", begin)  # on a thread, because it may block to connect
             await done
             failure: Exception | None = calling.value()
         except RuntimeError as error:
@@ -387,24 +385,25 @@ class RPCCore(RemoteCallCore):
             raise failure
 
     def current_call(self) -> Call | None:
-        return _current.get()
+        return _current_call.get()
 
-    # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
-    # that import different modules of a package wait for each other; threads that all import asyncsync.sync do not.
+    # Called by its name in asyncsync.sync, so that unpickling imports that module. If a worker's first calls come at
+    # once, they import it on several threads, which is safe; threads that import different modules of a package wait
+    # for each other.
     @classmethod
-    def receive_there(cls, rref: Any, encoded: bytes) -> Exception | None:
-        # In the worker: have the object receive. Returns what it raised.
-        token = _current.set(Call.decode(encoded))
+    def receive_in_worker(cls, rref: Any, encoded: bytes) -> Exception | None:
+        # In the worker: call the object's method. Returns the exception that it raised, or None.
+        token = _current_call.set(Call.decode(encoded))
         try:
             outcome = getattr(rref.local_value(), METHOD)()
             if inspect.isawaitable(outcome):
                 if inspect.iscoroutine(outcome):
                     outcome.close()
-                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
+                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread without an event loop")
         except Exception as error:
             return failure_of(error)
         finally:
-            _current.reset(token)
+            _current_call.reset(token)
         return None
 
 
@@ -430,16 +429,16 @@ class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
 Backend = Annotated[
     str,
     Option(
-        doc='how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
+        doc='how the bytes travel. ``"gloo"``: to each actor, through its own connection of torch.distributed; '
         '``"object_store"``: through Ray\'s object store, once for all actors of a host.'
     ),
 ]
 
 
 class ActorPlace(MeetingPlace):
-    """The meeting place of Ray's schemes: a small actor, whose name follows from the pickled scheme. (A worker's actor
-    takes no call while its ``connect`` waits, so the sender cannot bring an introduction there.) Ray restarts it if its
-    process ends, calls it again then, and ends it with the sender that has made it."""
+    """The meeting place of Ray's schemes: a small actor, whose name both sides derive from the scheme. (The sender
+    cannot bring introductions by calls, because a worker's actor takes no call while its ``connect`` waits.) If the
+    actor's process ends, Ray restarts it and repeats the calls. The actor ends with the sender that started it."""
 
     outlives_sender = False
 
@@ -450,20 +449,19 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            # The actor is this sender's, also if it is cancelled meanwhile.
-            await run_in_thread(MEETING_THREAD, self._start)
+            await elsewhere(THREAD, self._start)  # sets self.actor on The thread, even if this wait is cancelled
         try:
-            await _called(self.actor.is_there)
+            await _call_actor(self.actor.is_there)
         except NotConnected as error:
             self.actor = None
             raise NotConnected(f"the actor {self._name} has ended; connect() may be called again") from error
 
     def _start(self) -> None:
-        # In here, so that Ray takes the class itself along: to import this library would take the actor seconds.
+        # A local class, because Ray pickles that by value: the actor need not import this library, which takes seconds.
         class ConnectionInfo:
             def __init__(self) -> None:
                 self._answers: dict[int, asyncio.Future[bytes]] = {}
-                self._asked: asyncio.Queue[int] = asyncio.Queue()
+                self._unanswered: asyncio.Queue[int] = asyncio.Queue()
 
             async def is_there(self) -> None:
                 pass
@@ -471,11 +469,11 @@ class ActorPlace(MeetingPlace):
             async def ask(self, worker: int) -> bytes:
                 if worker not in self._answers:
                     self._answers[worker] = asyncio.get_running_loop().create_future()
-                    self._asked.put_nowait(worker)
+                    self._unanswered.put_nowait(worker)
                 return await asyncio.shield(self._answers[worker])
 
             async def asked(self) -> int:
-                return await self._asked.get()
+                return await self._unanswered.get()
 
             async def answer(self, worker: int, answer: bytes) -> None:
                 if worker in self._answers:
@@ -490,17 +488,17 @@ class ActorPlace(MeetingPlace):
             answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
             while not stop.is_set():
                 with suppress(TimeoutError):
-                    return answer.result(LOOK_FOR_ANSWER_SECONDS)
+                    return answer.result(ANSWER_POLL_SECONDS)
         except (ValueError, ray.exceptions.RayError) as error:
             raise NotConnected(str(error)) from error
         raise NotConnected("there is no answer yet")
 
     async def next_question(self) -> tuple[int, int]:
-        worker: int = await _called(self.actor.asked)
+        worker: int = await _call_actor(self.actor.asked)
         return worker, worker
 
     async def answer(self, key: int, answer: bytes) -> None:
-        await _called(self.actor.answer, key, answer)
+        await _call_actor(self.actor.answer, key, answer)
 
     async def end(self) -> None:
         actor, self.actor = self.actor, None
@@ -512,15 +510,15 @@ class ActorPlace(MeetingPlace):
             late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
         else:
             late = (
-                f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme that "
-                f"this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
+                f"worker {worker} has found no sender within {seconds:.3g} s: is a sender connecting, with the scheme "
+                f"that this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
             )
         return f"{late} connect() may be called again"
 
 
-async def _called(method: Any, *args: Any) -> Any:
-    """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
-    no cluster, and would begin one."""
+async def _call_actor(method: Any, *args: Any) -> Any:
+    """The result of a method of an actor. Raises NotConnected if the actor has ended; RuntimeError if this process is
+    in no Ray cluster (Ray would start one)."""
     ray = initialized_ray()
     try:
         return await asyncio.wrap_future(method.remote(*args).future())
@@ -529,9 +527,7 @@ async def _called(method: Any, *args: Any) -> Any:
 
 
 class RayCore(RemoteCallCore):
-    """What Ray's schemes are, in both APIs."""
-
-    _remotes_name = "remote_collectors"
+    _remotes_attribute = "remote_collectors"
 
     @declared
     def __init__(
@@ -546,7 +542,7 @@ class RayCore(RemoteCallCore):
 
     def _reset(self) -> None:
         super()._reset()
-        self._info_name = ""  # if it was told another
+        self._given_info_name = ""  # as _set_dist_connection_info() was given it
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -555,55 +551,52 @@ class RayCore(RemoteCallCore):
 
     @property
     def connection_info_name(self) -> str:
-        """The name of the actor that has the workers' introductions."""
-        return self._info_name or f"asyncsync-{self._bus.uid}"
+        """The name of the actor that gives workers their introductions; the argument for
+        :meth:`_set_dist_connection_info` of a receiver."""
+        return self._given_info_name or f"asyncsync-{self._bus.uid}"
 
-    @property
-    def connection_info(self) -> str:
-        """What :meth:`_set_dist_connection_info` of a receiver takes."""
-        return self.connection_info_name
+    connection_info = connection_info_name
 
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
-        """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
-        with a reference to the sender's :attr:`connection_info`."""
+        """Connect an initialised receiver as this worker, as TorchRL's page on ``cascade_execute`` shows: with the
+        sender's :attr:`connection_info`, or a Ray reference to it."""
         if not self.is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
-            ray = initialized_ray()
-            connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
-        self._info_name = connection_info
+            connection_info = initialized_ray().get(connection_info, timeout=DEFAULT_TIMEOUT)
+        self._given_info_name = connection_info
         scheme: Any = self
         scheme.connect(worker_idx=worker_idx)
 
     def _meeting_place(self) -> ActorPlace:
         return ActorPlace(self.connection_info_name)
 
-    async def _host(self) -> str:
+    async def _address_for_workers(self) -> str:
         host: str = await run_in_thread(MEETING_THREAD, lambda: initialized_ray().util.get_node_ip_address())
         return host
 
     async def _call(self, call: Call) -> None:
         method = getattr(self._remotes[call.worker], METHOD)
-        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is
-        # being restarted is called when it is there.
-        name = MARK + base64.b64encode(call.encode()).decode()
-        await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
+        # The task's name carries the Call, because nothing else reaches the method but its arguments. If the actor is
+        # being restarted, Ray calls it as soon as it has started.
+        name = TASK_NAME_PREFIX + base64.b64encode(call.encode()).decode()
+        await _wait_for_call(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
     def current_call(self) -> Call | None:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return None
         name = ray.get_runtime_context().get_task_name() or ""
-        if not name.startswith(MARK):
+        if not name.startswith(TASK_NAME_PREFIX):
             return None
         try:
-            return Call.decode(base64.b64decode(name.removeprefix(MARK)))
+            return Call.decode(base64.b64decode(name.removeprefix(TASK_NAME_PREFIX)))
         except (ValueError, TypeError):
-            return None  # a name of the user's
+            return None  # the user gave the task this name
 
 
-async def _returned(reference: Any, worker: int) -> None:
-    """Wait for the end of a call of this worker's actor."""
+async def _wait_for_call(reference: Any, worker: int) -> None:
+    """Wait until a call of this worker's actor ends. Raises what the call raised; PeerLost if the actor is lost."""
     exceptions = initialized_ray().exceptions
     try:
         await asyncio.wrap_future(reference.future())
@@ -614,7 +607,7 @@ async def _returned(reference: Any, worker: int) -> None:
 
 
 class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
-    """Weights for actors of Ray's. Usage::
+    """Weights for Ray actors. Usage::
 
         scheme = RayWeightSyncScheme(backend="object_store")
         actors = [Actor.remote(scheme, index) for index in range(2)]
@@ -633,23 +626,21 @@ class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
     """
 
 
-class TransformCore(RayCore):
-    """What the scheme of a RayModuleTransform is, in both APIs."""
-
+class RayTransformCore(RayCore):
     def _reset(self) -> None:
         super()._reset()
         self._transform: Any = None
 
     def _set_transform(self, transform: Any) -> None:
-        """A RayModuleTransform has been given this scheme."""
+        # TorchRL's RayModuleTransform(weight_sync_scheme=…) calls this.
         self._transform = transform
 
     @checked(RayCore.init_on_sender)
     def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
-        """Make this the sender's side.
+        """Make this scheme the sender.
 
         Args:
-            ray_transform: the RayModuleTransform, unless that was given this scheme.
+            ray_transform: the RayModuleTransform; not needed if you passed it this scheme.
             options: as for every scheme.
 
         Raises:
@@ -670,16 +661,17 @@ class TransformCore(RayCore):
         self._context = context
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
-        # The sender alone connects: it has the transform's actor do its part.
+        # The user connects the sender only, so the sender calls the transform's actor to connect at the same time.
         if self.is_registered:
             await super().connect_sender(initial, timeout)
             return
         scheme: Any = self
-        initialise = self._remotes[0]._init_weight_sync_scheme
-        there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
+        model_id = self.model_id or TRANSFORM_MODEL_ID
+        initialised = self._remotes[0]._init_weight_sync_scheme.remote(scheme=scheme.blocking, model_id=model_id)
+        there = _wait_for_call(initialised, 0)
         here = super().connect_sender(initial, timeout)
         try:
-            async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
+            async with asyncio.timeout(timeout + CONNECT_MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)
                 both.create_task(here)
         except* WeightSyncError as errors:
@@ -691,5 +683,5 @@ class TransformCore(RayCore):
             ) from None
 
 
-class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
-    """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
+class RayModuleTransformScheme(RayTransformCore, aio.WeightSyncScheme):
+    """Weights for the module of TorchRL's RayModuleTransform. You connect the sender, and it connects the actor."""

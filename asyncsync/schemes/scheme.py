@@ -1,9 +1,8 @@
-"""Scheme: one model's weights on a bus. The core of every scheme, under :class:`asyncsync.WeightSyncScheme` as under
+"""Scheme: one model's weights on a bus. The base of :class:`asyncsync.WeightSyncScheme` and
 :class:`asyncsync.sync.WeightSyncScheme`. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
 
-Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` waits for the
-other side. Configuration travels with a pickled scheme; everything else belongs to one role in one process and stays
-behind.
+Two phases: ``init_on_sender`` or ``init_on_receiver`` sets up local state and touches no socket; ``connect`` waits for
+the other side. A pickled scheme carries its configuration only. All other state belongs to one role in one process.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
-from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
-from asyncsync.schemes.torchrl import TorchRLContext, adapted
+from asyncsync.schemes.sources import Sources, as_tensordict, find_model, is_per_worker, resolve_model
+from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
@@ -49,7 +48,7 @@ from asyncsync.weights.tree import FlatWeights, Path
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
-PACKAGES = "asyncsync", "asyncsync.sync"  # of the asyncio and of the blocking API
+PACKAGES = "asyncsync", "asyncsync.sync"  # with the asyncio API, with the blocking API
 SCHEMES_BY_BACKEND = {
     "auto": "AutoWeightSyncScheme",
     "direct": "NoWeightSyncScheme",
@@ -64,42 +63,42 @@ SCHEMES_BY_BACKEND = {
     "thread": "SharedMemWeightSyncScheme",
     "zmq": "ZMQWeightSyncScheme",
 }
-"""What ``from_backend`` takes, and the class that it stands for in either API."""
+"""The names that ``from_backend`` accepts, and the class of each, which both APIs have."""
 
 
 class Scheme(ABC):
-    """What a scheme is, whichever API is put over it."""
+    """The base of every scheme, in both APIs."""
 
-    bus_class: ClassVar[type[BusCore]]  # of this API
-    own_bus_class: ClassVar[type[BusCore]]  # what a scheme without bus= gets
+    bus_class: ClassVar[type[BusCore]]  # this API's Bus
+    own_bus_class: ClassVar[type[BusCore]]  # the class of the bus of a scheme without bus=
     is_blocking: ClassVar[bool]
-    takes_part: ClassVar[bool] = True  # in a bus that it shares
-    _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
-    _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
+    moves_weights: ClassVar[bool] = True  # False: it sends nothing over its bus, and never shares one
+    _repoints_parameters: ClassVar[bool] = False  # whether a module's Parameters may be re-pointed into a slab
+    _is_introduced: ClassVar[bool] = False  # whether workers learn the address of a sender without endpoint=
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SchemeOptions]) -> None:
-        """Configuration only: nothing is bound or connected before ``connect``.
+        """Keep the configuration; nothing is bound or connected before ``connect``.
 
         Raises:
-            ValueError: an unknown strategy or codec, no pattern, an address that is not safe or cannot work, or counts
-                that disagree.
+            ValueError: an unknown strategy or codec, an invalid pattern, an address that is not safe or cannot work, or
+                counts that contradict each other.
             ImportError: the codec's library is not installed.
             TypeError: a bus of the other API.
         """
         self._configure(strategy, options)
 
     def _configure(self, strategy: str | WeightStrategy, given: Mapping[str, Any]) -> None:
-        """Every scheme's constructor calls this with all its options."""
+        """The part that all constructors share; ``given``: all options."""
         if not given.get("sync", True) and not self.is_blocking:
             raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
-        self._options = dict(given)  # without those of the bus and the selection: what the transport is made of
+        self._options = dict(given)  # below, the options of the bus and of the selection are taken out
         self.strategy = resolve_strategy(strategy)
         include, exclude, strict = (self._options.pop(name) for name in ("include", "exclude", "strict"))
         self.selection = Selection(include, exclude, strict=strict)
         bus: BusCore | None = self._options.pop("bus")
         of_bus = {name: self._options.pop(name) for name in BUS_OPTIONS if name in given}
-        self.has_own_bus = bus is None or not self.takes_part
+        self.has_own_bus = bus is None or not self.moves_weights
         if bus is None:
             if self._is_introduced and of_bus["endpoint"] is None:
                 of_bus["endpoint"] = INTRODUCED
@@ -115,7 +114,7 @@ class Scheme(ABC):
                 f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
                 "or both asynchronous"
             )
-        elif not self.takes_part:
+        elif not self.moves_weights:
             bus = self.own_bus_class(num_workers=of_bus["num_workers"])
         elif of_bus["num_workers"] is not None:
             bus.set_num_workers(of_bus["num_workers"], private=False)
@@ -124,33 +123,32 @@ class Scheme(ABC):
         self._devices: list[torch.device] | None = None
         configured = set(self.__dict__)
         self._reset()
-        self._local = self.__dict__.keys() - configured  # belongs to one role in one process, and does not travel
+        self._local_names = self.__dict__.keys() - configured  # attributes that a pickled scheme does not carry
 
     def _reset(self) -> None:
         self.role: str | None = None
-        self.pid = 0
+        self.pid = 0  # the process in which this scheme got its role
         self._context: Any = None
-        self._model: Any = None
+        self._model: Any = None  # receiver: updates are applied to it
         self._worker_idx: int | None = None
-        self.sources = Sources()  # a sender's
-        # A receiver's: what updates are applied by, which of them was returned last, and the gate's hooks in the model.
-        self.binding: Binding | None = None
+        self.sources = Sources()  # sender: where the weights come from
+        self.binding: Binding | None = None  # receiver: applies updates to the model
         self._make_binding: Callable[..., Binding] = Binding
-        self.last_returned: Mark | None = None
-        self._gated: tuple[str, ...] = ()
+        self.last_returned: Mark | None = None  # receiver: the update that receive() or fetch() returned last
+        self._gated: tuple[str, ...] = ()  # receiver: methods of the model whose calls count as reading
         self._has_hooks = self._is_manual = self.takes = self._is_anonymous = self._has_connected = False
-        self._handles: list[Handle] = []
-        self._transport_options: Mapping[str, Any] = {}
+        self._handles: list[Handle] = []  # receiver: the gate's hooks in the model
+        self._transport_options: Mapping[str, Any] = {}  # receiver: keywords for create_transport()
         self.reconnects = False
-        self._carrier: Carrier | None = None
-        self.is_registered = False
+        self._carrier: Carrier | None = None  # the transport, in the form that the bus uses
+        self.is_registered = False  # sender: connect() has succeeded; receiver: its bus announces this model
         self.is_shut_down = False
-        self._place: MeetingPlace | None = None  # a sender's
-        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits for the other side
+        self._place: MeetingPlace | None = None  # sender: where it answers workers that ask for its address
+        self._meeting_waits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits that a shutdown must end
 
     def __getstate__(self) -> dict[str, Any]:
-        # Configuration only: no sockets, tasks, models or weights. What a user's subclass adds travels with it.
-        return {k: v for k, v in self.__dict__.items() if k not in self._local}
+        # Configuration only: no sockets, tasks, models or weights. Attributes that a user's subclass adds are kept.
+        return {k: v for k, v in self.__dict__.items() if k not in self._local_names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
@@ -158,7 +156,7 @@ class Scheme(ABC):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Self:
-        """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
+        """Construct a scheme by the name of its backend, such as ``"zmq"``; ``kwargs``: the constructor's arguments.
 
         Raises:
             ValueError: unknown backend; the message lists the known ones.
@@ -176,7 +174,7 @@ class Scheme(ABC):
         return self._bus
 
     def move_to(self, bus: BusCore) -> None:
-        # Join this bus, which others share, instead of its own.
+        # Leave the own bus for this one, which other schemes share.
         self._bus, self.has_own_bus = bus, False
 
     @property
@@ -186,10 +184,10 @@ class Scheme(ABC):
 
     @property
     def model(self) -> Any:
-        """The registered model, on a sender with a context that one's; None when unset."""
-        if self.role == "sender" and self.sources.registered is None:
-            return find_model(self._context, self.model_id)
-        return self._model
+        """The registered model; on a sender that has only a context, the context's model. None when unset."""
+        if self.role != "sender":
+            return self._model
+        return self.sources.model if self.sources.registered is not None else find_model(self._context, self.model_id)
 
     @property
     def context(self) -> Any:
@@ -206,10 +204,11 @@ class Scheme(ABC):
     def weights(self) -> TensorDict | None:
         """A copy of the current weights; None when there are none.
 
-        Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
+        Sender: the weights of the registered source, or of the context's model; without these, and with
+        ``params_map``, the weights that it last published for all workers. Receiver: the weights that it applied last.
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
-        if self.role == "sender" and source is not None and not by_worker(source):
+        if self.role == "sender" and source is not None and not is_per_worker(source):
             return as_tensordict(copy_flat(self.selection.part(flat_weights(self.strategy, source))))
         return self._bus.read_link(self.held_weights)
 
@@ -220,13 +219,13 @@ class Scheme(ABC):
             return None if held is None else held[2].copy().weights()
         if isinstance(link, TrainerLink):
             target = link.end_fast_path().targets.newest(-1, self.topic)
-            return None if target is None else _packed(target.slab).copy().weights()
+            return None if target is None else _wait_until_packed(target.slab).copy().weights()
         return None
 
     @property
     def sender_transports(self) -> dict[int, Any]:
-        """``{worker_idx: transport}``; one object serves all, unless it is a blocking one of a user's own. Empty on a
-        receiver."""
+        """``{worker_idx: transport}``; empty on a receiver. All workers have the same object, unless it is a user's own
+        blocking transport."""
         if self.role != "sender" or self._carrier is None:
             return {}
         link = self._bus.link
@@ -240,23 +239,23 @@ class Scheme(ABC):
 
     @property
     def receiver_transport(self) -> Any:
-        """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
+        """The receiver's transport; None on a sender, and until ``connect`` if ``init_on_receiver`` had no index."""
         if self.role != "receiver":
             return None
         return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
 
     @property
     def shared_transport(self) -> Any:
-        """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
+        """The transport that serves all workers; None on a receiver, and where each worker has its own transport."""
         return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
 
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
 
-    # -- what is refused -----------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
-    def check_fresh(self, role: str) -> None:
+    def check_can_init(self, role: str) -> None:
         if self.is_shut_down:
             raise ClosedError("this scheme was shut down; construct another")
         if self.is_registered and self.pid == os.getpid():
@@ -286,8 +285,8 @@ class Scheme(ABC):
         if self.role is None or self.pid != os.getpid():
             if self.is_registered:
                 raise RuntimeError(
-                    "this scheme was connected before the fork; a forked child cannot use it: "
-                    "pass it on before connecting"
+                    "this scheme was connected before the fork, so the forked child cannot use it: pass it to the "
+                    "child before you connect it"
                 )
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._bus.check_open(self.role)
@@ -317,77 +316,77 @@ class Scheme(ABC):
         if self.role == "receiver" and self._bus.starting_processes:
             raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
-    def _check_receive(self, timeout: float | None) -> None:
+    def _check_can_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
-        self._check_receives()
+        self._check_returns_weights()
         if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
-            raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
+            raise ValueError("this transport has no timeouts (supports_timeout is False): call receive() without one")
         self._check_open()
 
-    def check_takes(self) -> None:
-        # Raise RuntimeError: this is no receiver that takes versions.
+    def check_can_take(self) -> None:
+        # Raise RuntimeError unless this is a receiver with apply="on_take".
         self._check_open()
         if not self.takes:
             raise RuntimeError("take() is for a receiver that was initialised with apply='on_take'")
 
-    def _check_receives(self) -> None:
+    def _check_returns_weights(self) -> None:
         if self.takes:
-            raise RuntimeError("with apply='on_take' there is nothing to receive: take() lends each version")
+            raise RuntimeError("a receiver with apply='on_take' does not receive: take() lends each version")
 
-    def _check_not_held(self, timeout: float | None = None) -> None:
-        """Refuse a wait that would never end. In the caller's thread."""
+    def _check_not_holding(self, timeout: float | None = None) -> None:
+        """Refuse a wait that the caller's own hold would keep from ending. Runs in the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(
-                "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
-                "itself: leave the hold first, or give a timeout"
+                "receive() without a timeout inside your own hold() would wait for itself, because the hold keeps "
+                "updates out: leave the hold first, or give a timeout"
             )
 
-    # -- hooks of a subclass ----------------------------------------------------------------------------------------
+    # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def create_transport(self, **kwargs: Any) -> Any:
-        """The transport of this scheme: a :class:`TransportBackend` of either API. Without communication.
+        """Create this scheme's transport: a :class:`TransportBackend` of either API. Must not communicate.
 
-        ``init_on_sender`` calls it with ``worker_idx=0``. One that the bus can use serves all workers; of a blocking
-        transport of a user's own, every other worker gets one, too (of an elastic sender, when it is first served).
-        A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is, and
-        with whatever ``init_on_receiver`` was given beyond its own arguments.
+        Sender: ``init_on_sender`` calls this with ``worker_idx=0``, and the transport serves all workers. But a user's
+        own blocking transport serves one worker, so this is called for each of the others, too (by an elastic sender
+        when it first serves that worker). Receiver: ``init_on_receiver`` calls this with the receiver's ``worker_idx``
+        and with all keywords that it does not know itself; ``connect`` does so if the index is known only then.
         """
 
     def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
-        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+        """Turn the caller's ``weights`` into the weights to send. An asyncio scheme's subclass may make it a coroutine.
 
         Args:
             weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
             model_id: the model's name.
-            strategy: extracts.
-            context: resolves ``None`` and paths where no source was registered.
+            strategy: extracts weights from a model.
+            context: where to look up a path; and the model, if ``weights`` is None and no source is registered.
 
         Returns:
             TensorDict or dict; its leaves may alias the source.
         """
         return strategy.extract_weights(self.sources.resolve(weights, model_id, context))
 
-    def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
+    def _create_bound_transport(self, worker_idx: int, **options: Any) -> Any:
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, Carrier):
             made.bound_to = weakref.ref(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the registered model now, whole or not at all.
+        """Apply weights to the registered model now: all of them, or none.
 
-        A subclass that overrides this is called with every update that comes (a TensorDict of its own).
+        If a subclass overrides this, it is called with each update, a TensorDict that it may keep.
 
         Raises:
             RuntimeError: no model is registered; or this is the sender, whose model is the source.
-            SchemaMismatch: they do not fit; nothing was changed.
+            SchemaMismatch: the weights do not fit the model; nothing was changed.
         """
         if self.role == "sender":
             raise RuntimeError(
-                "apply_weights() is for a receiver: this is the sender, and it would overwrite the model that is "
-                "trained. To do that, use model.load_state_dict() or scheme.strategy.apply_weights(model, weights)"
+                "apply_weights() is for a receiver, but this is the sender: it would overwrite the model in training. "
+                "To do that, use model.load_state_dict() or scheme.strategy.apply_weights(model, weights)"
             )
         if self._model is None:
             raise RuntimeError(
@@ -402,7 +401,7 @@ class Scheme(ABC):
             strategy.apply_weights(self._model, weights, inplace=inplace)
 
     def _convert(self) -> Any:
-        """Make a scheme of the other API."""
+        """This scheme as an instance of the other API's class."""
         name, package = type(self).__name__, PACKAGES[not self.is_blocking]
         if type(self) is not getattr(import_module(PACKAGES[self.is_blocking]), name, None):
             raise TypeError(
@@ -411,26 +410,26 @@ class Scheme(ABC):
             )
         if self.is_registered or self._bus.link is not None or self.is_shut_down:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
-        # The module is loaded, too: cloudpickle, by which Ray pickles, takes a class by value where it is not.
+        # Import the module, too: cloudpickle, which Ray uses, pickles a class by value if its module is not loaded.
         kind = getattr(import_module(package), name)
         twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
-        twin.take_over(self)
+        twin.init_like(self)
         return twin
 
-    def take_over(self, original: Scheme) -> None:
-        # This scheme was made from original: be initialised as that is.
+    def init_like(self, original: Scheme) -> None:
+        # Take over the role and local state of original, from which this scheme was converted.
         self._bus = original.bus.with_other_api(self.own_bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
             return
-        self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
-        self._meetings, self._handles = {}, []
+        self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local_names})
+        self._meeting_waits, self._handles = {}, []
         if role == "sender":
-            self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
+            self._carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
         elif self._worker_idx is not None:
-            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **self._transport_options))
-        if self._bus.link is None:  # an earlier conversion of this scheme is replaced
+            self._carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
+        if self._bus.link is None:  # replace an earlier conversion of the same scheme
             self._bus.schemes.pop(self.topic, None)
         self._bus.join(self, role, self.topic)
 
@@ -451,39 +450,39 @@ class Scheme(ABC):
         min_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """Make this the sender's side. Sets up local state only.
+        """Make this scheme the sender. Sets up local state only.
 
         Args:
             model_id: name of the model; required if several schemes share a bus.
             context: an object with ``get_model(model_id)``, and perhaps ``num_workers``.
-            params_map: ``{worker_idx: weights}``.
-            weights: the source: TensorDict or dict; a bare ``publish()`` takes its current values.
-            model: the source: a module.
-            devices: ``devices[i]`` is the device of the weights that worker i receives.
-            device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
-            num_workers: fixed number of workers, if the constructor did not get it.
+            params_map: the source: ``{worker_idx: weights}``, for each worker its own weights.
+            weights: the source: a TensorDict or dict, whose current values ``publish()`` without an argument takes.
+            model: the source: a module, likewise.
+            devices: ``devices[i]`` is the device of the weights that ``receive`` and ``fetch`` of worker i return.
+            device_map_fn: ``(worker_idx, weights) -> weights``: what this worker gets of the weights.
+            num_workers: fixed number of workers, if the constructor was not given it.
             min_workers: how many workers an elastic sender needs; 0: it can start alone.
             ctx: accepted because TorchRL passes it; ignored.
 
         Raises:
-            ValueError: arguments that exclude each other, or counts that disagree.
-            RuntimeError: this scheme is connected already, or a receiver.
+            ValueError: arguments that exclude each other, or counts that contradict each other.
+            RuntimeError: this scheme is connected already, or is a receiver.
         """
-        context = adapted(context)
+        context = adapt_context(context)
         sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
         num_workers = sources.count_workers(num_workers, devices, self._bus.num_workers)
         if not self.has_own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
-        self.check_fresh("sender")
-        transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
+        self.check_can_init("sender")
+        transport = make_sender(self._create_bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
             self._bus.set_min_workers(min_workers, private=self.has_own_bus)
         self._bus.join(self, "sender", model_id or "", num_workers)
         self._reset()
         self.role, self.pid = "sender", os.getpid()
-        self.topic, self._context, self._model = model_id or "", context, model
+        self.topic, self._context = model_id or "", context
         self._devices, self.sources, self._carrier = chosen, sources, transport
 
     @checked()
@@ -504,35 +503,37 @@ class Scheme(ABC):
         reconnect: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Make this a worker's side. Sets up local state only.
+        """Make this scheme a receiver, in a worker. Sets up local state only.
 
         Args:
             model_id: name of the model.
-            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``. One of
-                this library's collectors then holds its steps against updates, and labels its frames with the version.
-            worker_idx: which worker this is, from 0; may come with ``connect`` instead.
-            anonymous: True: draw an index from a range of their own, for workers of an elastic sender that come and go.
+            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``. If it
+                is a collector of this library, its steps hold the gate, and it labels its frames with the version.
+            worker_idx: which worker this is, from 0; ``connect`` may be given it instead.
+            anonymous: True: draw the index at random, from a range that no numbered worker uses; for workers that come
+                and go, of an elastic sender.
             model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
                 them.
-            apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only; ``"on_take"``:
-                there is no model, and :meth:`take` lends each version to the caller.
-            inplace: True: copy into the model's own memory; False: give its tensors new storage; None: as the scheme
-                does it best, which is True but for the Parameters of a module above ``map_above``.
-            cast: convert dtypes where they differ, instead of refusing.
+            apply: ``"auto"``: apply updates as they come; ``"on_receive"``: only in ``receive()`` and ``fetch()``;
+                ``"on_take"``: there is no model, and :meth:`take` lends each version to the caller.
+            inplace: True: copy into the model's own memory; False: give its tensors new storage; None: copy, but
+                re-point a module's Parameters for weights above ``map_above``, if the scheme does that.
+            cast: True: convert dtypes where they differ; False: refuse such weights.
             gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
-            gated: names of the model's methods, ``("predict",)``, whose calls count as reading, too.
-            patience: seconds that a reader waits while an update is pending, before AckTimeout; None: 30, or what
-                another scheme of this bus has said: they share the gate.
-            reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays
-                False, ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its
-                shutdown ends this side. Receivers that share a bus in one process share the connection, and must agree.
-            kwargs: for ``create_transport``; the schemes of this package need none, and ignore them.
+            gated: names of the model's methods, such as ``("predict",)``, whose calls count as reading, too.
+            patience: seconds that a reader waits while an update is pending, before it gets AckTimeout; None: 30, or
+                the value that another scheme of this bus was given, because they share the gate.
+            reconnect: True: outlive the sender. After its shutdown, as after a crash, :attr:`closed` stays False,
+                ``receive`` goes on waiting, and this receiver follows the next sender on the same endpoint. False: the
+                sender's shutdown ends this side. Receivers that share a bus in one process must agree on it, because
+                they share the connection.
+            kwargs: for ``create_transport``; the schemes of this package ignore them.
 
         Raises:
             TypeError: a keyword that looks like a misspelt one of these.
-            ValueError: a bad argument, or, with neither ``gate="hold"`` nor ``apply="on_receive"``, a compiled or
+            ValueError: an invalid argument; or, with neither ``gate="hold"`` nor ``apply="on_receive"``, a compiled or
                 scripted module, or one whose ``forward`` is a coroutine function or a generator.
-            RuntimeError: this scheme is connected already, or the sender.
+            RuntimeError: this scheme is connected already, or is the sender.
         """
         others = kwargs.keys() - signature(self.create_transport).parameters.keys()
         ours = signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
@@ -540,14 +541,14 @@ class Scheme(ABC):
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
         self._check_name(model_id)
-        context = adapted(context)
+        context = adapt_context(context)
         if worker_idx is None and context is not None:
             worker_idx = getattr(context, "worker_idx", None)
         self._check_worker(worker_idx)
         if model is None and context is not None:
             model = resolve_model(context, model_id)
-        self.check_fresh("receiver")
-        if self.takes_part and (check := getattr(context, "_check_receives", None)) is not None:
+        self.check_can_init("receiver")
+        if self.moves_weights and (check := getattr(context, "_check_receives", None)) is not None:
             check(model_id)
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
@@ -575,21 +576,23 @@ class Scheme(ABC):
             strategy=self.strategy,
             cast=cast,
             inplace=inplace is not False,
-            repoints=inplace is None and self._adopts,
+            repoints=inplace is None and self._repoints_parameters,
             selection=self.selection,
             apply=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
         )
         binding = make_binding(model)
-        transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
+        transport = None if worker_idx is None else make_receiver(self._create_bound_transport(worker_idx, **kwargs))
         bus = self._bus if self.has_own_bus else self._bus.for_receiver(worker_idx)
         if any(s is not self and s.reconnects is not reconnect for s in bus.schemes.values()):
-            raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
-        shared = bus.gate if bus.schemes.keys() - {model_id} else None
-        if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
-            there = f"its patience is {shared.patience:g} s already, not {patience:g}"
-            raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
-        if bus.schemes.keys() - {model_id} and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
-            raise ValueError("a receiver with apply='on_take' has its bus for itself: give it a bus of its own")
+            raise ValueError("schemes on one bus share its connection: give reconnect=True to all of them, or to none")
+        has_others = bool(bus.schemes.keys() - {model_id})
+        if patience is not None and has_others and bus.gate and bus.gate.patience not in (PATIENCE, patience):
+            raise ValueError(
+                f"schemes on one bus share its gate, whose patience is {bus.gate.patience:g} s already, not "
+                f"{patience:g}: give patience to one of them only"
+            )
+        if has_others and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
+            raise ValueError("a receiver with apply='on_take' cannot share a bus: give it a bus of its own")
         bus.join(self, "receiver", model_id)
         if patience is not None and bus.gate is not None:
             bus.gate.patience = patience
@@ -605,51 +608,51 @@ class Scheme(ABC):
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
-    # -- introductions: the sender binds a free port, with keys, and its workers were given no address -----------------
+    # -- introductions: the sender binds a free port, with keys; workers without an address ask for it, or are told ---
 
     def _meeting_place(self) -> MeetingPlace | None:
-        """Where both sides meet; None: nowhere, because the sender's calls bring the introductions."""
+        """Where workers ask for an introduction; None: nowhere, because the sender's calls bring it."""
         return None
 
-    async def _host(self) -> str:
-        """Sender: an address of this host by which the workers reach it."""
+    async def _address_for_workers(self) -> str:
+        """Sender: the address by which workers reach this host."""
         return own_address()
 
-    async def _open(self, timeout: float) -> None:
-        """Sender: answer at the meeting place."""
+    async def _host_meeting_place(self, timeout: float) -> None:
+        """Sender: bind a free port, if workers need an introduction, and answer at the meeting place."""
         if not self._is_introduced or self._bus.endpoint != INTRODUCED:
             return
         if self._bus.link is None:
-            self._bus.open_trainer(await self._host())
+            self._bus.open_trainer(await self._address_for_workers())
         self._place = place = self._place or self._meeting_place()
         if place is None:
             return
         try:
-            async with self._meeting(place, timeout):
+            async with self._wait_at(place, timeout):
                 await place.host(self._bus.trainer_link().introductions)
         finally:
-            if self.closed:  # meanwhile
+            if self.closed:  # shut down meanwhile: end what was opened here
                 await self.end_transport(timeout)
 
     async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
-        # Receiver: ask at the meeting place for the sender's address.
+        # Receiver without an address: ask at the meeting place for the sender's introduction.
         bus = self._bus
         is_introduced = self._is_introduced and bus.connect_endpoint == INTRODUCED
         if not is_introduced or self.role != "receiver" or self.is_registered:
             return
         if bus.introduction is not None or (place := self._meeting_place()) is None:
-            return  # introduced by another scheme of this bus, or to be introduced by a call
-        worker = self._which(worker_idx)
-        async with self._meeting(place, timeout, worker):
+            return  # another scheme of this bus has the introduction, or the sender's call will bring it
+        worker = self._resolve_worker_idx(worker_idx)
+        async with self._wait_at(place, timeout, worker):
             bus.introduction = await place.find(worker)
         if place.outlives_sender:
             bus.find_sender = partial(place.find, worker)
 
     @asynccontextmanager
-    async def _meeting(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
-        """A wait that a shutdown ends. Raises ClosedError after a shutdown, NotConnected after the timeout."""
+    async def _wait_at(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
+        """A block that waits for the other side. A shutdown ends it with ClosedError, the timeout with NotConnected."""
         limit = asyncio.timeout(timeout)
-        self._meetings[limit] = asyncio.get_running_loop()
+        self._meeting_waits[limit] = asyncio.get_running_loop()
         try:
             self._check_open()
             async with limit:
@@ -658,37 +661,38 @@ class Scheme(ABC):
             self._check_open()
             raise NotConnected(place.timeout_text(timeout, worker)) from error
         finally:
-            del self._meetings[limit]
+            del self._meeting_waits[limit]
 
-    def _end_meeting(self, limit: asyncio.Timeout) -> None:
-        if limit in self._meetings and not limit.expired():
+    def _end_wait(self, limit: asyncio.Timeout) -> None:
+        if limit in self._meeting_waits and not limit.expired():
             limit.reschedule(0.0)
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        # Receiver: put this model into the bus's HELLO.
+        # Receiver: open the bus's link if there is none, and announce this model in its HELLO.
         if self.role != "receiver":
             return
         if worker_idx is not None:
             self._check_worker(worker_idx)
             if self._worker_idx not in (None, worker_idx):
-                raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
+                raise ValueError(f"this is worker_idx={self._worker_idx}, but connect() was given {worker_idx}")
         if self.is_registered:
             return
         assert self.binding is not None
-        self._worker_idx = worker = self._which(worker_idx)
+        self._worker_idx = worker = self._resolve_worker_idx(worker_idx)
         if self._carrier is None:
-            self._carrier = make_receiver(self._bound_transport(worker, **self._transport_options))
+            self._carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
-        self._attach(link)
-        waits = {"manual": self._is_manual, "takes": self.takes}
-        link.register(self.topic, self.binding, self._carrier, **waits, context=self._context)
+        self._attach_gate(link)
+        link.register(
+            self.topic, self.binding, self._carrier, manual=self._is_manual, takes=self.takes, context=self._context
+        )
         self._carrier.start_channel(worker)
         self.is_registered = True
 
-    def _which(self, worker_idx: int | None) -> int:
+    def _resolve_worker_idx(self, worker_idx: int | None) -> int:
         worker = self._worker_idx if worker_idx is None else worker_idx
         if worker is None and self._is_anonymous:
             self._worker_idx = worker = FIRST_ANONYMOUS + secrets.randbelow(FIRST_GUEST - FIRST_ANONYMOUS)
@@ -697,14 +701,14 @@ class Scheme(ABC):
         return worker
 
     async def initial_source(self, weights: Any) -> Source | None:
-        # The weights that a sender sends when it connects; None: it sends none.
-        if weights is None and (self.is_registered or not self.sources.exist()):
+        # Sender: the weights to send in connect(); None: there are none yet, or this scheme is connected already.
+        if weights is None and (self.is_registered or not self.sources.has_default()):
             return None
         return await self.extract_source(weights, None)
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         start = asyncio.get_running_loop().time()
-        await self._open(timeout)
+        await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
         transport = self.carrier()
         transport.start_channel(None)
@@ -731,17 +735,18 @@ class Scheme(ABC):
         link = self._bus.worker_link()
         await link.wait_connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
-        if not self._has_connected:  # what comes after that has not been returned
+        if not self._has_connected:  # the initial weights count as returned, later updates do not
             self._has_connected, self.last_returned = True, link.mark(self.topic)
 
     def carrier(self) -> Carrier:
         assert self._carrier is not None
         return self._carrier
 
-    # -- what is sent --------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
-    def at_hand(self, weights: Any) -> FlatWeights | None:
-        # What extract_source returns for all workers, if that takes a look at a module only; else None.
+    def extract_at_once(self, weights: Any) -> FlatWeights | None:
+        # The result of extract_source for all workers, without awaiting, if the source is a plain module (or was
+        # extracted already); else None.
         if isinstance(weights, Extracted):
             return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
@@ -754,79 +759,78 @@ class Scheme(ABC):
         return self.selection.part(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        # Take the selected values of what the caller gave. In the caller's thread.
+        # Read the current values of the selected weights of the source. Runs in the caller's thread.
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
         count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
-        taken = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
-        return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
+        found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
+        return part(found) if isinstance(found, FlatWeights) else {w: part(each) for w, each in found.items()}
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
         layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
 
-    # -- what is received ----------------------------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def _attach(self, link: WorkerLink) -> None:
-        """Count calls that read the model."""
+    def _attach_gate(self, link: WorkerLink) -> None:
         if self._has_hooks and isinstance(self._model, nn.Module):
             self._handles += link.gate.attach(self._model)
         if self._gated:
             self._handles += link.gate.attach_methods(self._model, self._gated)
 
     async def replace_model(self, model: Any, timeout: float) -> None:
-        # Apply updates to this model from now on; returns when it has the current weights. Raises as
+        # Receiver: apply updates to this model from now on. Returns when it has the current weights. Raises as
         # asyncsync.bus.applying.Applying.wait_connected.
         if self.takes:
             raise RuntimeError("with apply='on_take' there is no model to update")
         self.binding, self._model = self._make_binding(model), model
         if isinstance(link := self._bus.link, WorkerLink):
-            self._attach(link)
+            self._attach_gate(link)
             await link.replace_model(self.topic, self.binding, timeout)
             await link.wait_connected(self.topic, timeout, link.loop.time() + timeout)
 
     def current_call(self) -> Any:
-        # Receiver: the sender's call in which the caller's thread or task is; None: it is in none.
+        # Receiver: the remote call of the sender in which the caller runs; None: in none.
         return None
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
-        self._check_receive(timeout)
+        self._check_can_receive(timeout)
         link, before = self._bus.worker_link(), self.last_returned
         mark = await link.wait_newer(self.topic, before, timeout)
-        return None if mark is None else await self._return(link, mark, before)
+        return None if mark is None else await self._return_copy(link, mark, before)
 
-    async def _return(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
+    async def _return_copy(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.copy_held(self.topic, self._owned)
+            weights: TensorDict = await link.copy_held(self.topic, self._on_device)
         except BaseException:
-            self.take_back(mark, before)
+            self.mark_unreturned(mark, before)
             raise
         return weights
 
-    def take_back(self, mark: Mark | None, before: Mark | None) -> None:
-        # This update has not reached the caller: the next receive returns it, unless a newer one was returned.
+    def mark_unreturned(self, mark: Mark | None, before: Mark | None) -> None:
+        # The caller did not get this update: let the next receive return it, unless a newer one was returned.
         if self.last_returned == mark:
             self.last_returned = before
 
-    async def take_in(self, timeout: float | None) -> None:
-        # Apply what has come, without returning it.
-        self._check_receive(timeout)
+    async def apply_pending(self, timeout: float | None) -> None:
+        # With apply="on_receive", apply the newest update; return no weights, and do not wait.
+        self._check_can_receive(timeout)
         link = self._bus.worker_link()
-        self.last_returned = link.mark(self.topic)  # what was applied before is not returned
+        self.last_returned = link.mark(self.topic)  # count what was applied before as returned
         mark = await link.wait_newer(self.topic, self.last_returned, 0.0)
         if mark is not None:
             self.last_returned = mark
 
     async def current_weights(self) -> TensorDict | None:
-        # A copy of what this receiver holds; None: nothing yet.
+        # Receiver: a copy of the weights that it has; None: it has none yet.
         link = self._bus.link
         if not isinstance(link, WorkerLink) or link.machine.holdings.updates.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.copy_held(self.topic, self._owned)
+        weights: TensorDict = await link.copy_held(self.topic, self._on_device)
         return weights
 
-    def _owned(self, slab: Slab) -> TensorDict:
+    def _on_device(self, slab: Slab) -> TensorDict:
         weights = slab.weights()
         device = None if self._devices is None or self._worker_idx is None else self._devices[self._worker_idx]
         return weights if device is None or device.type == "cpu" else weights.to(device)
@@ -844,17 +848,17 @@ class Scheme(ABC):
                 link = self._bus.worker_link()
                 if all(scheme.model is not self._model for scheme in others):
                     link.gate.detach(self._handles)
-                with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it
+                with suppress(TimeoutError, ClosedError):  # ClosedError: another call shuts down the whole link
                     async with asyncio.timeout(timeout):
                         await link.unregister(self.topic)
         finally:
-            if not self._bus.is_shut_down:  # a new dict: other threads may be looking at this one
+            if not self._bus.is_shut_down:  # a new dict, because other threads may iterate over this one
                 self._bus.schemes = {t: s for t, s in self._bus.schemes.items() if s is not self}
             await self.end_transport(timeout)
 
     async def end_transport(self, timeout: float) -> None:
-        for limit, loop in list(self._meetings.items()):  # another thread's, perhaps
-            call_soon(loop, partial(self._end_meeting, limit))
+        for limit, loop in list(self._meeting_waits.items()):  # the loop may run in another thread
+            call_soon(loop, partial(self._end_wait, limit))
         if self._place is not None:
             await self._place.close()
         if self._carrier is not None:
@@ -862,7 +866,7 @@ class Scheme(ABC):
 
 
 def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any) -> Binding:
-    """What applies updates to this model. Raises ValueError: not all calls that read it can be seen."""
+    """A binding that applies updates to this model. Raises ValueError if the gate cannot see all calls that read it."""
     binding = Binding(model, **options)
     check_methods(model, gated)
     if has_hooks and isinstance(model, nn.Module):
@@ -870,8 +874,8 @@ def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any
     return binding
 
 
-def _packed(slab: Slab) -> Slab:
-    """Wait for the thread that packs this slab: it takes milliseconds."""
+def _wait_until_packed(slab: Slab) -> Slab:
+    """Wait until the packing thread has filled this slab, which takes milliseconds."""
     deadline = time.monotonic() + 10.0
     while slab.packed < slab.nbytes:
         if time.monotonic() > deadline:

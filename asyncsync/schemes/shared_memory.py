@@ -1,4 +1,4 @@
-"""The schemes for workers on the trainer's host, and the one that has workers on other hosts, too."""
+"""The schemes for workers on the trainer's host; one of them serves workers on other hosts, too."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from asyncsync.transports.shared_memory import (
 from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 
 
-class SlotCore(Scheme):
-    """What the schemes of this file have in common, in both APIs."""
-
-    _adopts = True
+class SharedMemCore(Scheme):
+    _repoints_parameters = True
     _transports: ClassVar[tuple[type[SlotTransport], ...]] = SharedMemTransport, BlockingSharedMemTransport
 
     @declared
@@ -33,42 +31,38 @@ class SlotCore(Scheme):
         return self._transports[self.is_blocking](self._options["slots"], self._options["map_above"])
 
 
-class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
-    """Weights through shared memory: one copy per update, however many workers on this host. Usage::
+class SharedMemWeightSyncScheme(SharedMemCore, aio.WeightSyncScheme):
+    """Weights through shared memory: one copy per update, however many workers there are on this host. Usage::
 
         scheme = SharedMemWeightSyncScheme()
         scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-        ...                                        # start workers, pass them the scheme
+        ...                                        # start the workers, pass them the scheme
         await scheme.connect()
         version = await scheme.send_async()        # the policy's current weights, applied by both workers
 
-    and in a worker, of the same user, host and pid namespace::
+    and in a worker, which must be of the same user, host and pid namespace::
 
         scheme.init_on_receiver("policy", model=policy, worker_idx=index)
         await scheme.connect()                     # policy(...) is never torn from here on
 
-    The Parameters of a module get their memory in the shared one where there are more than 4 MiB of weights; what a
-    worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
-    memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
-    graphs, a flat view of all parameters).
+    If there are more than 4 MiB of weights, a module's Parameters are re-pointed to the shared memory. What a worker
+    writes into them stays private to it, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
+    memory that the Parameters have; use it if the worker trains its own copy, or if something else refers to that
+    memory (CUDA graphs, a flat view of all parameters).
     """
 
 
-class CopyCore(SlotCore):
-    """What ``MultiProcessWeightSyncScheme`` has in both APIs."""
-
-    _adopts = False
+class MultiProcessCore(SharedMemCore):
+    _repoints_parameters = False
     _transports = MPTransport, BlockingMPTransport
 
 
-class MultiProcessWeightSyncScheme(CopyCore, aio.WeightSyncScheme):
-    """Weights for workers on this host, each with a copy of its own. Usage and arguments as
+class MultiProcessWeightSyncScheme(MultiProcessCore, aio.WeightSyncScheme):
+    """Weights for workers on this host, each of which has its own copy. Usage and arguments are those of
     :class:`SharedMemWeightSyncScheme`."""
 
 
-class NearAndFarCore(SlotCore):
-    """What ``AutoWeightSyncScheme`` has in both APIs."""
-
+class AutoCore(SharedMemCore):
     _transports = AutoTransport, BlockingAutoTransport
 
     @declared
@@ -76,16 +70,17 @@ class NearAndFarCore(SlotCore):
         self._configure(strategy, options)
 
 
-class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):
-    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, in one update::
+class AutoWeightSyncScheme(AutoCore, aio.WeightSyncScheme):
+    """Weights through shared memory to workers on this host, and over ZeroMQ to workers on other hosts, in one update.
+    Usage::
 
         scheme = AutoWeightSyncScheme(endpoint="tcp://10.0.0.1:5555", allow_plaintext=True)   # a trusted network
         scheme.init_on_sender(model_id="policy", model=policy, num_workers=16)
         await scheme.connect()
         version = await scheme.send_async()        # packed once; applied by all 16 workers
 
-    and in every worker, wherever it is, as with :class:`asyncsync.ZMQWeightSyncScheme`, whose keys this one takes, too;
-    with them no network has to be trusted. A worker is of this host if it runs on the same boot of it, in the same pid
-    namespace. One of them that may not open the sender's memory (another
-    user's process, or the sender is not dumpable) gets its weights over ZeroMQ, too.
+    In every worker, wherever it is, use it like :class:`asyncsync.ZMQWeightSyncScheme`. It takes the same keys; with
+    keys you need not trust the network. A worker counts as on this host if it has the sender's boot id and pid
+    namespace. If it may not open the sender's memory (it is another user's process, or the sender is not dumpable), it
+    gets its weights over ZeroMQ, too.
     """

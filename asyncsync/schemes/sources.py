@@ -1,5 +1,5 @@
-"""Where the weights that a sender sends come from: an argument, the registered source, or a context, which has
-``get_model(model_id)``, or its models under attribute paths such as ``env.transform[0].module``."""
+"""Where a sender's weights come from: an argument of the call, the registered source, or a context. A context has a
+method ``get_model(model_id)``, or has its models under attribute paths such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _STEP = re.compile(
     re.VERBOSE,
 )
 
-Hook = Callable[[Any, str | None, WeightStrategy, Any], Any]
-"""A ``prepare_weights`` of a user's own."""
+PrepareWeights = Callable[[Any, str | None, WeightStrategy, Any], Any]
+"""A user's own ``prepare_weights``."""
 
 
 class Sources:
-    """The sources of one model; the arguments are those of ``init_on_sender``. ``registered``: the model, or the
-    weights; None: neither. Raises ValueError: several sources, or weights that look like one dict for each worker."""
+    """The sources of one model's weights, from the arguments of ``init_on_sender``. ``registered``: the model, or the
+    weights; None: neither was given. Raises ValueError for several sources, or for ``weights`` that look like
+    ``{worker_idx: weights}``."""
 
     def __init__(
         self,
@@ -45,25 +46,25 @@ class Sources:
         given = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one source of weights")
-        if by_worker(weights) and any(map(_is_plain, weights.values())):
+        if is_per_worker(weights) and any(map(_is_plain_dict, weights.values())):
             raise ValueError(
-                f"weights with the keys {sorted(weights)}: give {{worker_idx: weights}} as params_map; one dict for "
-                "all workers has strings as keys"
+                f"weights has the keys {sorted(weights)}: pass {{worker_idx: weights}} as params_map; one dict for all "
+                "workers must have strings as keys"
             )
         self.model = model
         self.weights = weights if params_map is None else dict(params_map)
         self.registered = self.weights if model is None else model
         self.device_map_fn = device_map_fn
-        self._is_mapped = params_map is not None
+        self._is_params_map = params_map is not None
         self._model_id = model_id
         self.context = context
 
     def count_workers(self, num_workers: int | None, devices: Sequence[Any] | None, known: int | None) -> int | None:
-        """The number of workers by the arguments of ``init_on_sender``, which must agree, else by the context; None:
-        they leave it open. ``known``: what it is already."""
+        """The number of workers by the arguments of ``init_on_sender``, else by the context; None: neither tells.
+        ``known``: the number that the bus has already. Raises ValueError if the arguments contradict each other."""
         if self.device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
-        params_map = self.weights if self._is_mapped else None
+        params_map = self.weights if self._is_params_map else None
         for name, entries in (("devices", devices), ("params_map", params_map)):
             if entries is not None:
                 if num_workers not in (None, len(entries)):
@@ -77,8 +78,8 @@ class Sources:
             raise ValueError("device_map_fn needs num_workers")
         return num_workers
 
-    def exist(self) -> bool:
-        """Whether there is anything to be sent without an argument."""
+    def has_default(self) -> bool:
+        """Whether ``send()`` without an argument has weights to send."""
         if self.registered is not None:
             return True
         if hasattr(self.context, "get_model") and not isinstance(self.context, TorchRLContext):
@@ -86,8 +87,8 @@ class Sources:
         return find_model(self.context, self._model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
-        """What an argument stands for: None for the registered source, a string for a path in the context. Raises
-        ValueError if it stands for nothing."""
+        """The source that an argument names: None names the registered source or the context's model, a string a path
+        in the context, anything else itself. Raises ValueError if there is no such source."""
         if weights is None:
             weights = self.registered
         if weights is None and context is not None:
@@ -108,18 +109,20 @@ class Sources:
         self,
         weights: Any,
         strategy: WeightStrategy,
-        hook: Hook | None,
+        hook: PrepareWeights | None,
         workers: list[int] | None,
         count: int | None,
-        sent: Callable[[], set[Path] | None],
+        keys_sent: Callable[[], set[Path] | None],
     ) -> FlatWeights | dict[int, FlatWeights]:
-        """What an argument stands for, with its values of now: in the caller's thread, for these of ``count`` workers.
-        ``sent`` returns the keys of what was sent last; None: nothing was."""
+        """The current values of the source that an argument names, flattened: once for all workers, or each worker's
+        own, by its index. ``workers``: only for these; None: for all that have any. ``count``: the number of workers;
+        None: it is not fixed. ``keys_sent`` returns the keys that were sent last, or None before the first publication.
+        Runs in the caller's thread."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
-            if workers is not None and by_worker(weights):
+            if workers is not None and is_per_worker(weights):
                 weights = {worker: given for worker, given in weights.items() if worker in workers}
-        if by_worker(weights):
+        if is_per_worker(weights):
             if wrong := [
                 worker
                 for worker in weights
@@ -131,11 +134,12 @@ class Sources:
             if without := sorted(set(workers or ()) - weights.keys()):
                 raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
             each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
-            if not self._is_mapped and (unsure := sorted(w for w, given in weights.items() if _is_plain(given))):
-                known = sent()
-                if known is None and hook is None and not by_worker(self.registered):
+            plain = [] if self._is_params_map else sorted(w for w, given in weights.items() if _is_plain_dict(given))
+            if plain:
+                known = keys_sent()
+                if known is None and hook is None and not is_per_worker(self.registered):
                     known = None if self.registered is None else flat_weights(strategy, self.registered).keys()
-                self._check_unsure(unsure, each, known or set())
+                self._check_integer_keys(plain, each, known or set())
         else:
             flat = await self._flat(weights, strategy, hook)
             if self.device_map_fn is None:
@@ -144,39 +148,35 @@ class Sources:
             shared = as_tensordict(flat)
             chosen = range(count or 0) if workers is None else workers
             each = {worker: flatten(self.device_map_fn(worker, shared)) for worker in chosen}
-        for flat in each.values():  # what the caller's current streams have still to do before the values are there
+        for flat in each.values():  # the values are there when the caller's current streams reach these events
             flat.ready = cuda_events(flat)
         return each
 
-    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: Hook | None) -> FlatWeights:
+    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: PrepareWeights | None) -> FlatWeights:
         if hook is None:
             return flat_weights(strategy, self.resolve(weights, self._model_id, self.context))
         prepared = hook(weights, self._model_id, strategy, self.context)
         return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
 
-    def _check_unsure(self, unsure: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
-        """Raises ValueError: weights with integer keys have no keys of this model's, so they may be one thing, as an
-        optimiser's state is, rather than a dict for each worker."""
-        if wrong := [worker for worker in unsure if known.isdisjoint(flat[worker].keys())]:
+    def _check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+        """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
+        weights}`` may be one dict with integer keys then, such as an optimiser's state."""
+        if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
             raise ValueError(
-                f"weights with the keys {sorted(flat)}: {{worker_idx: weights}}, or one dict, an optimiser's state? "
-                f"What is under {wrong} has no key in common with {self._model_id!r} as it was sent or registered. "
-                "For each worker its own: give modules, TensorDicts, or params_map= of init_on_sender(). One dict for "
-                "all: name its keys by strings"
+                f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
+                f"optimiser's state? The dicts under {wrong} have no key in common with {self._model_id!r} as it was "
+                "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
+                "init_on_sender(). To send one dict to all workers, use strings as its keys"
             )
 
 
-def by_worker(weights: Any) -> bool:
+def is_per_worker(weights: Any) -> bool:
     """Whether these are ``{worker_idx: weights}``."""
-    if weights is None or isinstance(weights, nn.Module):
-        return False
-    # A TensorDict is a Mapping too, but has no truth value.
-    mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
-    return mapping and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+    return _is_plain_dict(weights) and len(weights) > 0 and all(isinstance(key, int) for key in weights)
 
 
-def _is_plain(weights: Any) -> bool:
-    """Whether this is a dict, and neither a module nor a TensorDict."""
+def _is_plain_dict(weights: Any) -> bool:
+    """Whether this is a mapping, but neither a module nor a TensorDict."""
     return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
 
 
@@ -188,9 +188,9 @@ def as_tensordict(flat: FlatWeights) -> TensorDict:
 
 
 def resolve_model(context: Any, model_id: str | None) -> Any:
-    """The model that a context knows under this name: ``context.get_model(model_id)``, else the attribute path. Raises
-    ValueError: it knows none."""
-    model, reason = _look(context, model_id)
+    """The model that the context has under this name: ``context.get_model(model_id)``, else the attribute path. Raises
+    ValueError if it has none."""
+    model, reason = _look_up_model(context, model_id)
     if model is not None:
         return model
     kind = type(context.target if isinstance(context, TorchRLContext) else context).__name__
@@ -206,12 +206,12 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
 
 
 def find_model(context: Any, model_id: str | None) -> Any:
-    """The model that a context knows under this name; None: there is none, or no context."""
-    return None if context is None else _look(context, model_id)[0]
+    """The model that the context has under this name; None: it has none, or there is no context."""
+    return None if context is None else _look_up_model(context, model_id)[0]
 
 
-def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
-    """The model, or why there is none."""
+def _look_up_model(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
+    """The model; or None, and the exception that tells why, if there was one."""
     get_model = getattr(context, "get_model", None)
     if get_model is not None:
         try:
@@ -226,14 +226,14 @@ def _look(context: Any, model_id: str | None) -> tuple[Any, Exception | None]:
     if not model_id:
         return None, None
     try:
-        return follow(context, model_id), None
+        return follow_path(context, model_id), None
     except (AttributeError, LookupError, TypeError) as error:
         return None, error
 
 
-def follow(target: Any, path: str) -> Any:
-    """What an attribute path leads to from this object: names, ``[0]`` and ``['key']``. Nothing is evaluated. Raises
-    AttributeError, LookupError, TypeError: it leads nowhere."""
+def follow_path(target: Any, path: str) -> Any:
+    """The object at the end of an attribute path that starts at ``target``. The path has names, ``[0]`` and
+    ``['key']``; nothing in it is evaluated. Raises AttributeError, LookupError or TypeError if it leads nowhere."""
     position = 0
     while position < len(path):
         step = _STEP.match(path, position)

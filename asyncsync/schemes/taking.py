@@ -1,6 +1,6 @@
-"""Taking: the block in which the user's code has a version under a lease, and what it sees of it.
+"""Taking: the block of ``scheme.take()``, in which the user's code has a version under a lease.
 
-Both classes of blocks run :meth:`asyncsync.bus.applying.Applying.take` and ``give_back`` on the link's loop; the code
+The blocks of both APIs run :meth:`asyncsync.bus.applying.Applying.take` and ``give_back`` on the link's loop. The code
 in the block runs in the caller's thread.
 """
 
@@ -21,12 +21,12 @@ from asyncsync.wire.messages import Epoch, decode_metadata, epoch_text
 
 
 class Version:
-    """One version of a model, in a receiver that takes it, until the block ends.
+    """A version of a model that a receiver has taken. Usable until the block ends.
 
     Attributes:
-        version, epoch: its number, and of which sender.
+        version, epoch: its number, and the epoch of its sender.
         metadata: what was published with it.
-        previous: what was applied before, to go back to; None: nothing was, or this is that one.
+        previous: the version that was applied before, to go back to; None: none was, or it is this one.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Version:
         self._slab: Slab | None = slab
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(dotted name, tensor)`` in the order of the layout, each tied tensor under all its names. The tensors are
-        views of the memory that the version came in: use them inside the block only.
+        """``(dotted name, tensor)`` in the order of the layout; a tied tensor appears under each of its names. The
+        tensors are views of the memory that received the version: use them inside the block only.
 
         Raises:
             RuntimeError: the block has ended.
@@ -49,11 +49,11 @@ class Version:
             raise RuntimeError(f"version {self.version} was given back when the block ended: take it again")
         return ((".".join(path), tensor) for path, tensor in self._slab.tensors().items())
 
-    def end(self) -> None:
-        # The block ends.
+    def expire(self) -> None:
+        # The block has ended: refuse further use.
         self._slab = None
         if self.previous is not None:
-            self.previous.end()
+            self.previous.expire()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.version}, epoch={self.epoch!r})"
@@ -70,44 +70,44 @@ class Taking:
         if epoch is not None and not isinstance(epoch, str):
             raise TypeError(f"epoch is a str, as scheme.epoch, not {epoch!r}")
         check_timeout(timeout)
-        scheme.check_takes()
+        scheme.check_can_take()
         self._scheme = scheme
-        self._asked = version, epoch, timeout
+        self._request = version, epoch, timeout
         self._link: WorkerLink | None = None
-        self._shown: Version | None = None
+        self._lent: Version | None = None
 
     async def __aenter__(self) -> Version:
         if self._link is not None:
             raise RuntimeError("this block was used already: call take() again")
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
         before = link.newest_shown([model_id])
-        taken = await link.take(model_id, *self._asked)
+        taken = await link.take(model_id, *self._request)
         self._link, self._taken = link, taken
         part, previous = taken.staging.parts[model_id], None
         if model_id in taken.previous:
             epoch, version, slab = taken.previous[model_id]
             previous = Version(version, epoch, before.metadata, slab)
-        self._shown = Version(part.version, taken.staging.epoch, part.metadata, part.slab, previous)
-        return self._shown
+        self._lent = Version(part.version, taken.staging.epoch, part.metadata, part.slab, previous)
+        return self._lent
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.give_back(error)
 
     def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
-        # On the loop. Nothing waits here: a cancellation cannot come between.
+        # Runs on the loop. It awaits nothing, so no cancellation can interrupt it.
         taken, self._taken = self._taken, None
         if taken is None:
             return
         assert self._link is not None
-        assert self._shown is not None
-        self._shown.end()
+        assert self._lent is not None
+        self._lent.expire()
         self._link.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
-        # An interrupt came just before the block's end was called, or the version came after the caller had gone.
+        # Still taken: an interrupt struck just before __exit__ ran, or the version came after the caller had gone.
         if (taken := self._taken) is not None and self._link is not None:
-            left = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
-            self._link.call_from_thread(partial(self._link.give_back, taken, left))
+            error = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
+            self._link.call_from_thread(partial(self._link.give_back, taken, error))
 
 
 class BlockingTaking:
@@ -120,20 +120,20 @@ class BlockingTaking:
     def __enter__(self) -> Version:
         try:
             taken: Version = self._scheme.run_on_loop(self._taking.__aenter__)
-        except BaseException:  # an interrupt may come between taking and returning it
-            self._end(None, unused=True)
+        except BaseException:  # an interrupt may strike after the version is taken, before it is returned
+            self._give_back(None, unused=True)
             raise
         return taken
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            self._end(error)
-        except BaseException:  # an interrupt may have come before it was given back
-            self._end(error)
+            self._give_back(error)
+        except BaseException:  # an interrupt may strike before the version is given back
+            self._give_back(error)
             raise
 
-    def _end(self, error: BaseException | None, *, unused: bool = False) -> None:
-        async def end() -> None:
+    def _give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
+        async def give_back() -> None:
             self._taking.give_back(error, unused=unused)
 
-        self._scheme.end_on_loop(end)
+        self._scheme.end_on_loop(give_back)

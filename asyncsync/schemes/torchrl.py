@@ -1,7 +1,7 @@
-"""TorchRL's collectors and inference servers as contexts: what they know of models, workers and versions.
+"""TorchRL's collectors and inference servers as contexts of schemes, which ask them for models, workers and versions.
 
-A program that hands them a scheme has imported TorchRL. Nothing here imports it: its classes are looked up among the
-modules that are loaded.
+Nothing here imports TorchRL. A program that passes a scheme to TorchRL has imported it, so its classes are looked up
+among the loaded modules.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from torch import nn
 
 from asyncsync.errors import NotConnected
 
-# TorchRL has no limit for the time in which workers make their environments; it sees at once when one of them ends.
+# The least timeout of connect(): TorchRL's workers construct their environments first, for which it sets no limit. (If
+# a worker's process ends, connect() notices at once.)
 START_SECONDS = 600.0
 
-_counted: set[type] = set()
+_registered: set[type] = set()
 
 
-def count_as_theirs(kind: type) -> None:
-    """Where TorchRL is loaded, this class of schemes counts as its ``WeightSyncScheme``: its collectors ask."""
-    if "torchrl" in sys.modules and kind not in _counted:
+def register_with_torchrl(kind: type) -> None:
+    """If TorchRL is loaded, make this class pass ``isinstance(…, WeightSyncScheme)``, which its collectors check."""
+    if "torchrl" in sys.modules and kind not in _registered:
         import_module("torchrl.weight_update").WeightSyncScheme.register(kind)
-        _counted.add(kind)
+        _registered.add(kind)
 
 
-class Refusal:
-    """A name that a scheme has not; TorchRL, which asks for it, shows why."""
+class RefusedAttribute:
+    """An attribute that an asyncio scheme lacks; TorchRL reads it, and shows the user this error."""
 
     def __get__(self, scheme: Any, owner: type) -> NoReturn:
         raise AttributeError(
-            f"this is the asyncio {owner.__name__}, and TorchRL calls ordinary methods: hand it `scheme.blocking`, or "
+            f"this is the asyncio {owner.__name__}, but TorchRL calls blocking methods: pass it `scheme.blocking`, or "
             f"a {owner.__name__} of asyncsync.sync"
         )
 
 
-def adapted(context: Any) -> Any:
-    """A collector or an inference server of TorchRL's as this library's schemes understand it; another context as it
-    is."""
-    collector = _loaded("torchrl.collectors", "BaseCollector")
-    server = _loaded("torchrl.modules.inference_server", "InferenceServer")
+def adapt_context(context: Any) -> Any:
+    """Wrap a collector or inference server of TorchRL's in a :class:`TorchRLContext`; return others unchanged."""
+    collector = _loaded_class("torchrl.collectors", "BaseCollector")
+    server = _loaded_class("torchrl.modules.inference_server", "InferenceServer")
     is_theirs = any(kind is not None and isinstance(context, kind) for kind in (collector, server))
     return TorchRLContext(context) if is_theirs else context
 
 
-def _loaded(module: str, name: str) -> Any:
+def _loaded_class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
 class TorchRLContext:
-    """One of TorchRL's collectors, or an inference server. It is held weakly: an open bus keeps its schemes, and they
-    keep this, but TorchRL's collectors shut down when they are collected.
+    """One of TorchRL's collectors or inference servers. The reference to it is weak, because TorchRL's collectors shut
+    down when they are garbage-collected, while an open bus keeps its schemes, and each scheme its context.
 
-    ``connected``: whether the receiver of this context has its first weights. TorchRL counts those as version 0.
+    ``connected``: whether the receiver of this context has its first weights. TorchRL counts these as version 0.
     """
 
     def __init__(self, target: Any) -> None:
@@ -66,68 +66,68 @@ class TorchRLContext:
 
     @property
     def target(self) -> Any:
-        """TorchRL's object; None: it is gone."""
+        """TorchRL's object; None: it was garbage-collected."""
         return self._target()
 
     # -- a sender's context -------------------------------------------------------------------------------------------
 
     @property
     def num_workers(self) -> int | None:
-        """How many workers the collector has; None: it has none of its own."""
+        """How many workers the collector has; None: it has no workers of its own."""
         return getattr(self.target, "num_workers", None)
 
     @property
-    def first_number(self) -> int:
-        """What the collector calls its first worker: TorchRL's DistributedCollector tells workers their ranks."""
-        ranked = _loaded("torchrl.collectors.distributed", "DistributedCollector")
+    def first_worker_number(self) -> int:
+        """The collector's number for its first worker: 1 in TorchRL's DistributedCollector, which numbers by rank."""
+        ranked = _loaded_class("torchrl.collectors.distributed", "DistributedCollector")
         return int(ranked is not None and isinstance(self.target, ranked))
 
     def get_model(self, model_id: str) -> Any:
-        """Raises LookupError: TorchRL knows none of this name."""
+        """Raises LookupError if TorchRL has no model of this name."""
         target = self.target
         if target is None:
-            raise LookupError(f"the collector that had the model {model_id!r} is gone")
+            raise LookupError(f"the collector that had the model {model_id!r} was garbage-collected")
         try:
-            if not hasattr(target, "get_model"):  # those of nodes
+            if not hasattr(target, "get_model"):  # an InferenceServer, or a collector of nodes, such as RayCollector
                 return getattr(target, model_id)
             return target.get_model(model_id)
         except (AttributeError, ValueError) as error:
             raise LookupError(f"{error} Pass weights, or give {type(target).__name__} the model") from error
 
-    def first_weights(self, model_id: str) -> nn.Module | None:
-        """What the factory makes from which all workers have their policies: with TorchRL's schemes, too, they begin
-        with the same weights. None: each begins with what its own factory makes."""
-        first, *others = getattr(self.target, "policy_factory", None) or [None]
-        if model_id != "policy" or first is None or any(other is not first for other in others):
+    def initial_model(self, model_id: str) -> nn.Module | None:
+        """A policy from the collector's factory, whose weights all workers begin with, as with TorchRL's own schemes.
+        None: there is no factory, or the workers have different ones and each begins with the weights of its own."""
+        factory, *others = getattr(self.target, "policy_factory", None) or [None]
+        if model_id != "policy" or factory is None or any(other is not factory for other in others):
             return None
-        model = first()
+        model = factory()
         return model if isinstance(model, nn.Module) else None
 
     @property
     def processes(self) -> tuple[Any, ...]:
-        """Those of the workers."""
+        """The processes of the collector's workers; empty if it has none."""
         return tuple(getattr(self.target, "procs", ()))
 
     @contextmanager
-    def starting(self, give_up: Callable[[], None]) -> Iterator[None]:
-        """While workers connect. If one does not, call ``give_up``, which ends the others; and raise here what a worker
-        has raised, which TorchRL would read later."""
+    def watch_start(self, shutdown: Callable[[], None]) -> Iterator[None]:
+        """A block in which workers connect. If it raises, call ``shutdown``, which ends the other workers; a
+        NotConnected error gets the tracebacks of workers, which TorchRL would only read later."""
         try:
             yield
         except BaseException as error:
-            give_up()
-            if isinstance(error, NotConnected) and (why := self._failures()):
+            shutdown()
+            if isinstance(error, NotConnected) and (why := self._worker_tracebacks()):
                 raise NotConnected(f"{error}{why}") from error
             raise
 
-    def _failures(self) -> str:
+    def _worker_tracebacks(self) -> str:
         found = ""
         for worker, (process, pipe) in enumerate(zip(self.processes, getattr(self.target, "pipes", ()), strict=False)):
             if process.exitcode is None:
                 continue
             try:
                 report = pipe.recv() if pipe.poll() else None
-            except (EOFError, OSError):  # it was killed
+            except (EOFError, OSError):  # the worker was killed
                 continue
             if isinstance(report, Mapping) and "traceback" in report:
                 found += f"\nWorker {worker} has raised:\n{report['traceback']}"
@@ -141,26 +141,27 @@ class TorchRLContext:
 
     @property
     def cascades(self) -> bool:
-        """Whether the target is to be told of an update that is in the model."""
+        """Whether to call :meth:`update_policy_weights_` for an update that is in the model."""
         target = self.target
         if target is None or not self.connected or getattr(target, "closed", False):
             return False
-        return not self._acts_alone or getattr(target, "policy_version_tracker", None) is not None
+        return not self._is_plain_collector or getattr(target, "policy_version_tracker", None) is not None
 
     def update_policy_weights_(
         self, weights: Any = None, *, model_id: str = "policy", weights_dict: Mapping[str, Any] | None = None
     ) -> None:
-        """An update is in the model: count the version, and pass it on to the workers of a collector that has some."""
+        """An update is in the model: have TorchRL count the version, and pass it on to the collector's own workers."""
         for name, each in ({model_id: weights} if weights_dict is None else weights_dict).items():
-            if not self._acts_alone:
+            if not self._is_plain_collector:
                 self.target.update_policy_weights_(policy_or_weights=each, model_id=name)
             elif name == "policy":
                 self.target.increment_version()
 
     @property
-    def _acts_alone(self) -> bool:
-        # Its own method would copy the weights once more, past the gate, and knows no model but the policy.
-        target, collector = self.target, _loaded("torchrl.collectors", "Collector")
+    def _is_plain_collector(self) -> bool:
+        # Whether the target is a Collector whose own update_policy_weights_ must not be called, because it would copy
+        # the weights once more, past the gate, and because it knows no model but the policy.
+        target, collector = self.target, _loaded_class("torchrl.collectors", "Collector")
         return (
             collector is not None
             and isinstance(target, collector)

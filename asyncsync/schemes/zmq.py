@@ -1,4 +1,4 @@
-"""The ZeroMQ scheme: instructions and slab bytes on one bus; one host over ipc, several over tcp."""
+"""The ZeroMQ scheme: messages and weights travel over the bus, within a host over ipc, between hosts over tcp."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from asyncsync.transports.shared_memory import ChunkTransport
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 
-class ChunkCore(Scheme):
-    """What ``ZMQWeightSyncScheme`` has in both APIs."""
-
-    _adopts = True
+class ZMQCore(Scheme):
+    _repoints_parameters = True
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[ZMQOptions]) -> None:
@@ -26,12 +24,12 @@ class ChunkCore(Scheme):
         return (BlockingZMQTransport if self.is_blocking else ZMQTransport)(**self._options)
 
 
-class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
+class ZMQWeightSyncScheme(ZMQCore, aio.WeightSyncScheme):
     """Weights over ZeroMQ. Usage::
 
         scheme = ZMQWeightSyncScheme()
         scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-        ...                                        # start workers, pass them the scheme
+        ...                                        # start the workers, pass them the scheme
         await scheme.connect()
         version = await scheme.send_async()        # the policy's current weights, applied by both workers
 
@@ -41,11 +39,11 @@ class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
         await scheme.connect()                     # policy(...) is never torn from here on
         weights = await scheme.receive(timeout=1.0)
 
-    Across hosts, encrypted, for listed clients only (``asyncsync keygen`` makes the files)::
+    Between hosts, encrypted, and for listed clients only (``asyncsync keygen`` makes the files)::
 
         ZMQWeightSyncScheme(endpoint="tcp://0.0.0.0:5555", server_key="keys/server.key_secret", clients="keys/clients")
         ZMQWeightSyncScheme(connect="tcp://trainer:5555", server_key="server.key", client_key="worker-0.key_secret")
 
-    Where there are more than 4 MiB of weights, the Parameters of a module get their memory where they are received, as
+    If there are more than 4 MiB of weights, a module's Parameters are re-pointed to the memory that received them, as
     with :class:`asyncsync.SharedMemWeightSyncScheme`; ``init_on_receiver(…, inplace=True)`` copies.
     """

@@ -22,8 +22,8 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.msgpack_limits import check_structure
 from asyncsync.weights.copying import clone, memory_of, normal_tensors
+from asyncsync.weights.msgpack_limits import check_structure
 from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, have_specs, place_of
 from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array
 

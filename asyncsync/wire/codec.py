@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.msgpack_limits import check_structure
+from asyncsync.weights.msgpack_limits import check_structure
 from asyncsync.wire import messages
 from asyncsync.wire.messages import MAX_START, Again, Applied, Buffer, Epoch, Instruction, excerpt
 

@@ -41,8 +41,8 @@ from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hint
 import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.msgpack_limits import check_structure
 from asyncsync.weights.layout import MAX_ENTRIES
+from asyncsync.weights.msgpack_limits import check_structure
 
 MAX_SERIAL = (1 << 64) - 1
 MAX_CHUNK = 8 << 20

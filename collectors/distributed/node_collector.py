@@ -46,7 +46,7 @@ from asyncsync.collectors.options import (
 )
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.schemes.blocking import now
+from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
@@ -298,8 +298,8 @@ class RPCCollector(NodeCollector):
         deadline = time.monotonic() + timeout
         super()._connect_senders(timeout)
         schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
-        if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
-            now(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
+        if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.has_default()}:
+            run_without_waiting(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 
     def start(self) -> None:
         """Raises NotImplementedError: an RPCCollector has no replay buffer."""

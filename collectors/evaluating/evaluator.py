@@ -35,7 +35,7 @@ from asyncsync.errors import AckTimeout, ClosedError, PartialSendError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import WorkThread, until_done
-from asyncsync.schemes.blocking import now
+from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.packing import copy_flat
@@ -204,7 +204,7 @@ class Evaluator(Lifetime):
             Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
                 starts afresh.
         """
-        return now(self._evaluated(weights, weights_dict, step, timeout, blocking=True))
+        return run_without_waiting(self._evaluated(weights, weights_dict, step, timeout, blocking=True))
 
     async def evaluate_async(
         self,
@@ -218,7 +218,7 @@ class Evaluator(Lifetime):
         result."""
         return await self._evaluated(weights, weights_dict, step, timeout, blocking=False)
 
-    # A coroutine with ``blocking=True`` awaits nothing, so that ``now`` runs it in the caller's thread.
+    # A coroutine with ``blocking=True`` awaits nothing, so that ``run_without_waiting`` runs it in the caller's thread.
 
     async def _evaluated(
         self, weights: Any, by_id: Mapping[str, Any] | None, step: int | None, timeout: float | None, *, blocking: bool
@@ -272,7 +272,7 @@ class Evaluator(Lifetime):
             ClosedError: the evaluator was shut down, and all results were taken.
             Exception: that evaluation raised it.
         """
-        return now(self._next(timeout, blocking=True))
+        return run_without_waiting(self._next(timeout, blocking=True))
 
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
         """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""

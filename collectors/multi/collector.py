@@ -57,7 +57,7 @@ from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import interrupted_by, run_in_thread
 from asyncsync.schemes.none import NoSyncCore
-from asyncsync.schemes.sources import follow
+from asyncsync.schemes.sources import follow_path
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 FAILURE_SECONDS = 1.0
@@ -477,7 +477,7 @@ class GroupCollector(BaseCollector):
         if belongs_to("policy", model_id):
             return False
         try:
-            follow(self, model_id)
+            follow_path(self, model_id)
         except (AttributeError, LookupError, TypeError):
             return False
         return True

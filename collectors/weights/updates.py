@@ -43,7 +43,7 @@ from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import run_in_thread, until_done, until_done_async
 from asyncsync.schemes import sources
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
-from asyncsync.schemes.blocking import Bus, WeightSyncScheme, now
+from asyncsync.schemes.blocking import Bus, WeightSyncScheme, run_without_waiting
 from asyncsync.schemes.scheme import Scheme
 
 Change = concurrent.futures.Future[None]
@@ -107,7 +107,7 @@ class WeightsAPI:
             NotConnected, ClosedError: there are no workers to send to.
         """
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
-        now(self._update(given, worker_ids, wait, kwargs, blocking=True))
+        run_without_waiting(self._update(given, worker_ids, wait, kwargs, blocking=True))
 
     async def update_policy_weights_async(
         self,
@@ -126,7 +126,7 @@ class WeightsAPI:
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
         await self._update(given, worker_ids, wait, kwargs, blocking=False)
 
-    # Each coroutine here with ``blocking=True`` awaits nothing, so that ``now`` runs it in the caller's thread.
+    # A coroutine with ``blocking=True`` awaits nothing: ``run_without_waiting`` runs it in the caller's thread.
 
     async def _update(
         self, given: Mapping[str, Any], worker_ids: WorkerIds, wait: bool, kwargs: dict[str, Any], *, blocking: bool
@@ -173,7 +173,7 @@ class WeightsAPI:
                 f"{apart} of {sorted(given)} has no scheme, so workers cannot switch them together: update each "
                 "alone, or give each model a scheme in weight_sync_schemes"
             )
-        if by_worker_alone := sorted(m for m, w in own.items() if sources.by_worker(w)):
+        if by_worker_alone := sorted(m for m, w in own.items() if sources.is_per_worker(w)):
             raise ValueError(
                 f"{{worker_idx: weights}} was given for {by_worker_alone}, but no worker of this {name} receives that "
                 "model: pass the weights themselves, or give it a scheme in weight_sync_schemes"
@@ -182,7 +182,7 @@ class WeightsAPI:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
         changes = [fitted(self._acting(m), self._registered(m) if w is None else w) for m, w in own.items()]
         for model_id, weights in sent.items():
-            if weights is None and not senders.schemes[model_id].sources.exist():
+            if weights is None and not senders.schemes[model_id].sources.has_default():
                 self._registered(model_id)  # raises: there is nothing to send
         if sent:
             for change in changes:
@@ -248,7 +248,7 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no scheme that sends a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
-        now(self._send({"policy": weights}, self._workers(worker_ids), DEFAULT_TIMEOUT, blocking=True))
+        run_without_waiting(self._send({"policy": weights}, self._workers(worker_ids), DEFAULT_TIMEOUT, blocking=True))
 
     # -- for subclasses with workers ----------------------------------------------------------------------------------
 
@@ -412,15 +412,15 @@ class WeightsAPI:
         for scheme in self.acting_weights.schemes.values():
             if scheme.current_call() is not None:
                 scheme.receive()
-            elif scheme.takes_part:
+            elif scheme.moves_weights:
                 others.append(scheme)
 
-        def take_in() -> None:
+        def apply_pending() -> None:
             for scheme in others:
-                scheme.run_on_loop(partial(scheme.take_in, None))
+                scheme.run_on_loop(partial(scheme.apply_pending, None))
 
         if others:
-            self.acting_weights.apply(take_in)
+            self.acting_weights.apply(apply_pending)
 
     @property
     def cascades(self) -> bool:
@@ -488,7 +488,7 @@ class ActingWeights:
         Raises AckTimeout: the step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError: called
         from within a step, which would wait for itself.
         """
-        now(self.applied(update, timeout, blocking=True))
+        run_without_waiting(self.applied(update, timeout, blocking=True))
 
     async def applied(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
         """:meth:`apply`; without ``blocking``, the running loop goes on while a step is under way elsewhere."""
@@ -560,10 +560,10 @@ class ActingWeights:
                     context.get_model(model_id)
                 except LookupError as error:
                     raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
-                scheme.check_fresh("receiver")
+                scheme.check_can_init("receiver")
             else:
                 _check_name("weight_recv_schemes", model_id, scheme)
-                if context.acts_elsewhere and scheme.takes_part and scheme.context is not context:
+                if context.acts_elsewhere and scheme.moves_weights and scheme.context is not context:
                     raise ValueError(
                         f"weight_recv_schemes[{model_id!r}] was initialised without this collector as its context, so "
                         "its weights would not reach the workers: let the collector call init_on_receiver()"
@@ -671,10 +671,10 @@ class Senders:
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
         self.schemes = as_blocking("weight_sync_schemes", schemes)
         for model_id, scheme in self.schemes.items():
-            if scheme.takes_part:
+            if scheme.moves_weights:
                 _check_free(model_id, scheme.bus)
         fresh = {m: s for m, s in self.schemes.items() if s.role is None or s.pid != os.getpid()}
-        join_buses([s for s in fresh.values() if s.takes_part])
+        join_buses([s for s in fresh.values() if s.moves_weights])
         for model_id, scheme in self.schemes.items():
             if model_id in fresh:
                 has_weights = isinstance(sources.find_model(context, model_id), nn.Module | TensorDictBase | Mapping)
@@ -683,7 +683,7 @@ class Senders:
                 source = context if has_weights else None
                 scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
             else:
-                check = scheme.bus.check_role if scheme.is_registered else scheme.check_fresh
+                check = scheme.bus.check_role if scheme.is_registered else scheme.check_can_init
                 check("sender")
                 _check_initialised(model_id, scheme, num_workers)
         self.buses = buses_of(self.schemes.values())
@@ -707,7 +707,7 @@ class Senders:
         the schemes' ``send`` or ``publish``."""
         bus = self.bus_of(update)
         schemes = {model_id: self.schemes[model_id] for model_id in update}
-        moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.takes_part}
+        moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.moves_weights}
         if bus is not None and timeout is None:
             if blocking:
                 bus.publish(moved, workers)
@@ -719,7 +719,7 @@ class Senders:
             else:
                 await bus.send_async(moved, workers, timeout)
         for scheme in schemes.values():
-            if not scheme.takes_part:
+            if not scheme.moves_weights:
                 scheme.send()  # which only counts
 
     @property
@@ -788,14 +788,14 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
 
 def buses_of(schemes: Iterable[Scheme]) -> list[Any]:
     """Each once, of those that move something."""
-    return list(dict.fromkeys(scheme.bus for scheme in schemes if scheme.takes_part))
+    return list(dict.fromkeys(scheme.bus for scheme in schemes if scheme.moves_weights))
 
 
 def connect_all(schemes: Collection[WeightSyncScheme], timeout: float) -> None:
     """Connect schemes, those of one bus together, within one timeout (seconds)."""
     deadline = time.monotonic() + timeout
     for scheme in schemes:
-        if not scheme.takes_part:
+        if not scheme.moves_weights:
             scheme.connect()
     for bus in buses_of(schemes):
         bus.connect(max(0.0, deadline - time.monotonic()))
@@ -875,7 +875,7 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
         ways = [(policy, model_id.removeprefix("policy").removeprefix("."))]
     for start, path in ways:
         try:
-            return sources.follow(start, path)
+            return sources.follow_path(start, path)
         except (AttributeError, LookupError, TypeError):
             continue
     raise UnknownModel(

@@ -69,9 +69,9 @@ class Collector:
         self._receiver_schemes = {"policy": scheme}
 
     def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        from asyncsync.schemes.sources import follow
+        from asyncsync.schemes.sources import follow_path
 
-        return follow(self, path)(*args, **kwargs)
+        return follow_path(self, path)(*args, **kwargs)
 
     def value(self) -> float:
         return self.model.value

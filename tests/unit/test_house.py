@@ -33,7 +33,7 @@ ORDER = [
     ["wire"],
     ["model"],
     ["weights"],
-    ["runtime", "arguments", "msgpack_limits"],
+    ["runtime", "arguments"],
     ["errors"],
 ]
 # The same within asyncsync.collectors.

@@ -75,7 +75,7 @@ class BoardScheme(WeightSyncScheme):
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         return ZMQTransport()
 
-    async def _host(self) -> str:
+    async def _address_for_workers(self) -> str:
         return "127.0.0.1"
 
     def _meeting_place(self) -> BoardPlace:
@@ -173,7 +173,7 @@ async def test_a_shutdown_ends_a_sender_that_is_still_introducing_its_workers_at
     with pytest.raises(NotConnected, match=r"could not be introduced within 0\.05 s"):
         await sender.connect(timeout=0.05)
     connecting = asyncio.create_task(sender.connect(timeout=30))
-    await until(lambda: bool(sender._meetings))
+    await until(lambda: bool(sender._meeting_waits))
     with Clock(0.2), pytest.raises(ClosedError, match="was shut down"):
         await asyncio.gather(sender.shutdown(), connecting)
 
@@ -182,7 +182,7 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
     sender = BoardScheme(num_workers=1)
     sender.init_on_sender(model_id="policy", model=Model(1.0))
     async with sender:
-        await sender._open(10)
+        await sender._host_meeting_place(10)
         made_there, there = introductions_of(sender), {0}
         admission = made_there.admission
         introductions = Introductions(made_there.endpoint, admission, there, 3)

@@ -25,7 +25,7 @@ from asyncsync.runtime.threads import (
     until_done,
     wait_interruptibly,
 )
-from asyncsync.schemes.blocking import now
+from asyncsync.schemes.blocking import run_without_waiting
 from helpers.blocking_interrupts import sigint_elsewhere
 
 
@@ -115,7 +115,7 @@ def test_a_future_whose_loop_is_closed_is_left_as_it_is() -> None:
 
 def test_where_no_event_loop_runs_a_function_is_called_at_once() -> None:
     """As at the end of a blocking shutdown, when what it closes has outlived the bus."""
-    assert now(run_in_thread("a test's", threading.current_thread)) is threading.current_thread()
+    assert run_without_waiting(run_in_thread("a test's", threading.current_thread)) is threading.current_thread()
 
 
 def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for() -> None:

@@ -1,7 +1,7 @@
-"""A check of msgpack bytes before they are decoded: depth, item count, and which ext types there are.
+"""Checks msgpack bytes before they are decoded: nesting depth, number of values, ext types.
 
-msgpack's decoder allocates what a header announces, so a few nested bytes can announce gigabytes. This scan walks the
-bytes once, without allocating, and refuses what exceeds the limits or does not fit into the bytes that are there.
+msgpack's decoder allocates what a header announces, so a few bytes of nested headers can make it allocate gigabytes.
+This scan walks over the bytes once, without allocating, and refuses what exceeds the limits or is truncated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CONTAINER = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 def check_structure(
     blob: bytes | memoryview, *, max_depth: int, max_items: int, extensions: Container[int] = ()
 ) -> None:
-    """Check that ``blob`` is exactly one msgpack value within the limits. Raises LimitExceeded: too deep, or too many
-    values; ProtocolError: truncated, trailing bytes, or an ext type that is not one of ``extensions``."""
+    """Check that ``blob`` is exactly one msgpack value within the limits. Raises LimitExceeded: nested too deep, or too
+    many values; ProtocolError: truncated, trailing bytes, or a type that is not allowed (``extensions``: ext types)."""
     end = len(blob)
     position = 0
     items = 0
@@ -74,7 +74,7 @@ def check_structure(
         if position > end:
             raise ProtocolError("a truncated message")
         if children >= 0:
-            # Each value takes at least one byte: a count beyond what is left cannot be honest.
+            # Each value takes at least one byte, so more values than bytes cannot follow.
             if children > end - position:
                 raise ProtocolError("a truncated message")
             if len(open_containers) >= max_depth:
