@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncsync.model.gate import Gate, entered
+from asyncsync.model.gate import Gate, on_enter
 from asyncsync.schemes.aio import WeightSyncScheme
 
 Message = MutableMapping[str, Any]
@@ -90,7 +90,7 @@ class _Followed:
             return
         version: int | None = None
         start: Message | None = None
-        outer = entered.get()  # of another follow around this one, for another model
+        outer = on_enter.get()  # of another follow around this one, for another model
 
         def note(gate: Gate) -> None:  # in whichever thread reads the model
             nonlocal version
@@ -115,9 +115,9 @@ class _Followed:
                 await send_start()
                 await send(message)
 
-        token = entered.set(note)
+        token = on_enter.set(note)
         try:
             await self._app(scope, receive, tell)
         finally:
-            entered.reset(token)
+            on_enter.reset(token)
         await send_start()
