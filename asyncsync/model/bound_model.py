@@ -137,7 +137,6 @@ class ModelTensors:
     def __init__(self, model: Any, extract_as: str) -> None:
         self.locations: dict[str, Location] = {}
         self.extra_state: dict[str, nn.Module] = {}
-        self.required: set[str] = set()
         self.encoded: set[str] = set()
         self.non_persistent: set[str] = set()
         self.admitted: dict[str, torch.Tensor] = {}
@@ -147,13 +146,15 @@ class ModelTensors:
         self._parameters: list[Mapping[str, Any]] = []
         self._nested: list[tuple[MutableMapping[str, Any], str, Any]] = []  # each mapping inside a mapping, at its key
         if self.is_module:
-            self._add_module(model, extract_as)
+            self._add_module(model)
         else:
             table = model if isinstance(model, TensorDictBase | MutableMapping) else writable_arrays(model)
             if table is None:
                 raise TypeError(f"the model must be {KINDS}, not {type(model).__name__}")
             self._add_mapping(table, "")
-            self.required.update(self.locations)
+        self.required = set(self.locations)
+        if self.is_module and extract_as == "state_dict":
+            self._adjust_to(model.state_dict(keep_vars=True))
         self._num_parameters = sum(map(len, self._parameters))
         names = list(self.locations)
         tensors = list(map(self.get, names))  # keeps the tensors of arrays alive, so that no two have one id()
@@ -164,7 +165,7 @@ class ModelTensors:
         self.ties = [group for group in groups.values() if len(group) > 1]
         self.overlaps = [[names[i] for i in group] for group in _overlapping(tensors)]
 
-    def _add_module(self, model: nn.Module, extract_as: str) -> None:
+    def _add_module(self, model: nn.Module) -> None:
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = _canonical_name(f"{path}." if path else "")
             if isinstance(module, TensorDictBase):
@@ -187,22 +188,17 @@ class ModelTensors:
             self.non_persistent.update(prefix + name for name in non_persistent(module))
             if type(module).set_extra_state is not nn.Module.set_extra_state:
                 self.extra_state[prefix + EXTRA_STATE] = module
-        if extract_as == "state_dict":
-            state = {_canonical_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-            self._use_names_of(state)
-            self.encoded = {n for n in self.locations.keys() & state.keys() if self._is_encoded(n, state[n])}
-            # The extra state of a state dict is required. What it leaves out, as non-persistent buffers, is not.
-            self.required = {name for name in self.names if name in state}
-        else:
-            # TensorDict.from_module has no extra state.
-            self.required = set(self.locations)
 
-    def _use_names_of(self, state: Mapping[str, Any]) -> None:
-        """Use the state dict's names for the tensors that it holds: its hooks may have renamed them."""
+    def _adjust_to(self, state_dict: Mapping[str, Any]) -> None:
+        """Use the state dict's names, because its hooks may rename tensors. Require what it contains, which includes
+        extra state, but no non-persistent buffers."""
+        state = {_canonical_name(name): tensor for name, tensor in state_dict.items()}
         renamed = {id(tensor): name for name, tensor in state.items() if name not in self.locations}
         for name in [name for name in self.locations if name not in state]:
             if (new := renamed.get(id(self.get(name)))) is not None:
                 self.locations[new] = self.locations.pop(name)
+        self.encoded = {n for n in self.locations.keys() & state.keys() if self._is_encoded(n, state[n])}
+        self.required = self.names & state.keys()
 
     def _is_encoded(self, name: str, saved: Any) -> bool:
         """Whether the state dict has other values than the model's tensor, which only ``load_state_dict`` could decode
@@ -267,13 +263,12 @@ class ModelTensors:
 
 
 class Plan:
-    """The tensors that an update writes, in order: their names, locations in the model, shapes and dtypes.
+    """The tensors that an update writes, in order: their names, locations in the model, shapes, dtypes, and sizes in
+    bytes.
 
     Attributes:
-        ties: pairs of positions that are one tensor in the model.
-        overlaps: groups of positions of tensors that may share memory in part.
+        ties, overlaps: pairs of positions that are one tensor, and groups of positions that may share memory in part.
         memory: where the tensors were last time.
-        sizes: their bytes.
         order: for a layout's plan, the index of each tensor's view in the slab.
         states: for a layout's plan, the names of extra state, each with the index of its view.
     """
@@ -387,7 +382,6 @@ class BoundModel:
         self.is_repointed = False
         self.repointed: list[torch.Tensor] = []
         self.repointing: Repointing | None = None
-        self.plans: dict[bytes, Plan] = {}
         self._model = model
         self._extract_as = extract_as
         self._converted = converted
@@ -396,7 +390,7 @@ class BoundModel:
     def refresh(self) -> None:
         """Find out anew where the model has its tensors. Raises SchemaMismatch if the selection does not fit them."""
         self.tensors = ModelTensors(self._model, self._extract_as)
-        self.plans = {}
+        self.plans: dict[bytes, Plan] = {}
         self.selection.check(self.tensors.names, "the model's")
 
     def check_fit(self, specs: Specs, values: Collection[str]) -> None:

@@ -239,8 +239,8 @@ class Binding:
             )
 
     def check(self, layout: Layout) -> None:
-        """Compare a layout with the model, before weights in it are sent. Raises SchemaMismatch, with both key lists and
-        their common prefix, or every differing shape and dtype. Also raises what the strategy's ``convert`` raises."""
+        """Compare a layout with the model, before weights in it are sent. Raises SchemaMismatch, with both key lists
+        and their common prefix, or every differing shape and dtype. Raises what the strategy's ``convert`` raises."""
         if self.bound is None or self._custom_apply is not None:
             return
         if layout.boxes:
