@@ -105,39 +105,39 @@ class HTTPReplica:
         self.name, self.ranks, self.init = name or f"{self.host}:{self.port}", ranks, init or {}
 
     async def weight_version(self) -> str:
-        return str((await self._ask("GET", "/weight_info"))["weight_version"])
+        return str((await self._request("GET", "/weight_info"))["weight_version"])
 
     async def set_weight_version(self, name: str) -> None:
-        await self._ask("POST", "/update_weight_version", {"new_version": name})
+        await self._request("POST", "/update_weight_version", {"new_version": name})
 
     async def world_size(self) -> int:
-        return int((await self._ask("GET", "/get_world_size"))["world_size"])
+        return int((await self._request("GET", "/get_world_size"))["world_size"])
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+        await self._request("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     async def pause(self) -> None:
-        await self._ask("POST", f"/pause?{urlencode({'mode': self._mode, 'clear_cache': 'false'})}")
+        await self._request("POST", f"/pause?{urlencode({'mode': self._mode, 'clear_cache': 'false'})}")
 
     async def resume(self) -> None:
-        await self._ask("POST", "/resume")
+        await self._request("POST", "/resume")
 
     async def start(self) -> None:
-        await self._ask("POST", "/start_weight_update")
+        await self._request("POST", "/start_weight_update")
 
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._ask("POST", "/update_weights", {"update_info": dict(info)})
+        await self._request("POST", "/update_weights", {"update_info": dict(info)})
 
     async def finish(self, name: str | None) -> None:
-        await self._ask("POST", "/finish_weight_update", {} if name is None else {"weight_version": name})
+        await self._request("POST", "/finish_weight_update", {} if name is None else {"weight_version": name})
 
     async def reset(self) -> None:
-        _check_reset((await self._ask("POST", "/reset_prefix_cache?reset_running_requests=true"))["success"])
+        _check_reset((await self._request("POST", "/reset_prefix_cache?reset_running_requests=true"))["success"])
 
     async def close(self) -> None:
         """Do nothing, because each request has a connection of its own."""
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+    async def _request(self, method: str, path: str, body: Any = None) -> Any:
         """Make one request of HTTP/1.0, so that the answer ends with the connection. This uses asyncio's streams,
         because a request in a thread could not be cancelled."""
         text = b"" if body is None else json.dumps(body).encode()
@@ -186,10 +186,10 @@ class AsyncLLMReplica:
         self.name, self.ranks, self.init = name, ranks, init or {}
 
     async def weight_version(self) -> str:
-        return str(await self._refusing(self._engine.get_weight_version()))
+        return str(await _raising_refused(self._engine.get_weight_version()))
 
     async def set_weight_version(self, name: str) -> None:
-        await self._refusing(self._engine.update_weight_version(name))
+        await _raising_refused(self._engine.update_weight_version(name))
 
     async def world_size(self) -> int:
         return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
@@ -198,36 +198,30 @@ class AsyncLLMReplica:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=dict(info))
-        await self._refusing(self._engine.init_weight_transfer_engine(request))
+        await _raising_refused(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self) -> None:
-        await self._refusing(self._engine.pause_generation(mode=self._mode, clear_cache=False))
+        await _raising_refused(self._engine.pause_generation(mode=self._mode, clear_cache=False))
 
     async def resume(self) -> None:
-        await self._refusing(self._engine.resume_generation())
+        await _raising_refused(self._engine.resume_generation())
 
     async def start(self) -> None:
-        await self._refusing(self._engine.start_weight_update())
+        await _raising_refused(self._engine.start_weight_update())
 
     async def update(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._refusing(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
+        await _raising_refused(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
 
     async def finish(self, name: str | None) -> None:
-        await self._refusing(self._engine.finish_weight_update(name))
+        await _raising_refused(self._engine.finish_weight_update(name))
 
     async def reset(self) -> None:
-        _check_reset(await self._refusing(self._engine.reset_prefix_cache(reset_running_requests=True)))
+        _check_reset(await _raising_refused(self._engine.reset_prefix_cache(reset_running_requests=True)))
 
     async def close(self) -> None:
         """Do nothing, because the engine is the caller's."""
-
-    async def _refusing(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
 
 
 class LLMReplica:
@@ -247,16 +241,16 @@ class LLMReplica:
             return await self._in_thread(function, *arguments, **named)
 
     async def weight_version(self) -> str:
-        return str(await self._refusing(self._llm.get_weight_version))
+        return str(await self._call(self._llm.get_weight_version))
 
     async def set_weight_version(self, name: str) -> None:
-        await self._refusing(self._llm.update_weight_version, name)
+        await self._call(self._llm.update_weight_version, name)
 
     async def world_size(self) -> int:
         return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._refusing(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
+        await self._call(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
 
     async def pause(self) -> None:
         if not self._is_paused:
@@ -269,30 +263,34 @@ class LLMReplica:
             self._lock.release()
 
     async def start(self) -> None:
-        await self._refusing(self._llm.start_weight_update)
+        await self._call(self._llm.start_weight_update)
 
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._refusing(self._llm.update_weights, {"update_info": dict(info)})
+        await self._call(self._llm.update_weights, {"update_info": dict(info)})
 
     async def finish(self, name: str | None) -> None:
-        await self._refusing(self._llm.finish_weight_update, name)
+        await self._call(self._llm.finish_weight_update, name)
 
     async def reset(self) -> None:
-        _check_reset(await self._refusing(self._llm.reset_prefix_cache, reset_running_requests=True))
+        _check_reset(await self._call(self._llm.reset_prefix_cache, reset_running_requests=True))
 
     async def close(self) -> None:
         """End the thread after its current call. The engine is the caller's."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _refusing(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        try:
-            return await self._in_thread(function, *arguments, **named)
-        except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
+    async def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        return await _raising_refused(self._in_thread(function, *arguments, **named))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         # If this is cancelled, the call goes on in the thread, and the next call follows it.
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments, **named))
+
+
+async def _raising_refused(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
 
 
 def _checked_pause(mode: str) -> str:
