@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncsync.commands.samples import Samples
-from asyncsync.commands.screen import line, screen, shown_by
+from asyncsync.commands.screen import line, running, screen
 from asyncsync.demo.record import EPISODES, Record
 from asyncsync.demo.trainer import train
 from asyncsync.errors import WeightSyncError
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     async def main() -> None:
         try:
             show = redraw if console.is_terminal else print_lines
-            async with asyncio.timeout(options.max_seconds), shown_by(show(record, console)):
+            async with asyncio.timeout(options.max_seconds), running(show(record, console)):
                 await train(scheme, record, options.workers, options.seed, options.scheme)
         finally:
             record.end("stopped")
