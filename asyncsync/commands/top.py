@@ -140,7 +140,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def watch(options: argparse.Namespace) -> int:
-    """Show the status once, or until cancelled. Raises NotConnected, AckTimeout, ProtocolError."""
+    """Show the status once, or until cancelled; return the exit code. Raises NotConnected, AckTimeout or
+    ProtocolError."""
     samples = Samples(options.endpoint, options.interval)
     with contextlib.closing(Asker(options.endpoint, credentials_of(options))) as asker:
         if options.once:
