@@ -114,8 +114,7 @@ class Selection:
 
 @lru_cache(16)
 def _chosen(selection: Selection, paths: tuple[Path, ...]) -> set[Path]:
-    """The chosen ones of a source's paths. Cached, because they are the same in every publication. Raises as
-    :meth:`Selection.check`."""
+    """A source's chosen paths, cached for its next publications. Raises as :meth:`Selection.check`."""
     selection.check(map(dotted, paths), "the source's")
     return {path for path in paths if selection.chooses(dotted(path))}
 
@@ -201,8 +200,7 @@ class ModelTensors:
         self.required = self.names & state.keys()
 
     def _is_encoded(self, name: str, saved: Any) -> bool:
-        """Whether the state dict has other values than the model's tensor, which only ``load_state_dict`` could decode
-        again."""
+        """Whether the state dict has other values than the model, which only ``load_state_dict`` could decode."""
         own = self.get(name)
         if saved is own or not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
             return False
@@ -263,15 +261,10 @@ class ModelTensors:
 
 
 class Plan:
-    """The tensors that an update writes, in order: their names, locations in the model, shapes, dtypes, and sizes in
-    bytes.
-
-    Attributes:
-        ties, overlaps: pairs of positions that are one tensor, and groups of positions that may share memory in part.
-        memory: where the tensors were last time.
-        order: for a layout's plan, the index of each tensor's view in the slab.
-        states: for a layout's plan, the names of extra state, each with the index of its view.
-    """
+    """The tensors that an update writes, in order: names, locations in the model, shapes, dtypes and sizes in bytes.
+    ``ties`` are pairs of positions that are one tensor, ``overlaps`` groups of positions that may share memory in part.
+    ``memory`` knows where the tensors were last time. For a layout, ``order`` has the index of each tensor's view in
+    the slab, and ``states`` the names of extra state, each with the index of its view."""
 
     order: Sequence[int] = ()
     states: Sequence[tuple[str, int]] = ()
@@ -343,9 +336,8 @@ class Plan:
 
 
 class Repointing(NamedTuple):
-    """How an update was written to a model of which some tensors lie in a slab: the tensors at the positions
-    ``repointed`` of the plan got their memory in the slab, those at ``copied`` were copied to. The next update can be
-    written the same way if all tensors are still where that update left them."""
+    """How an update was written: the tensors at the positions ``repointed`` of the plan got their memory in the slab,
+    those at ``copied`` were copied to. The next update can be written so if all tensors are still where they were."""
 
     plan: Plan
     repointed: list[int]

@@ -163,7 +163,6 @@ class LoopWatch:
         self.next_check = math.inf if self._loop is None else 0.0
 
     def end(self) -> None:
-        """Do not check any more."""
         self._loop, self.next_check = None, math.inf
 
     def check(self, now: float) -> None:
@@ -194,7 +193,7 @@ class Gate:
 
     def __init__(self, *, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self._loop = LoopWatch()
+        self._loop_watch = LoopWatch()
         self._handles: list[Handle] = []
         self._readers: dict[object, Reader] = {}  # calls by their frame, holds by themselves
         self._pending: Writer | None = None
@@ -215,7 +214,7 @@ class Gate:
 
     def bind(self) -> None:
         """Make the calling thread the loop thread. Calls and `with` holds there never wait for other readers."""
-        self._loop.bind()
+        self._loop_watch.bind()
 
     @property
     def pending(self) -> bool:
@@ -394,7 +393,7 @@ class Gate:
             if not self._readers:
                 return 0.0
             # If another task of this thread is inside, waiting here would keep that task from leaving.
-            inside = {self._loop.thread, *(other.thread for other in self._readers.values())}
+            inside = {self._loop_watch.thread, *(other.thread for other in self._readers.values())}
             if not (may_join and reader.thread in inside) and not any(self._readers_around_caller()):
                 return self._wait_seconds(deadline)
         if reader.key in self._readers:
@@ -403,8 +402,7 @@ class Gate:
         return None
 
     def _readers_around_caller(self) -> Iterator[Reader]:
-        """This gate's readers in the caller's context, the innermost first: its own, and those in which its task or
-        thread was started."""
+        """This gate's readers in the caller's context, which a task or asyncio.to_thread inherits; innermost first."""
         reader = innermost.get()
         while reader is not None:
             if reader.gate is self:
@@ -421,8 +419,8 @@ class Gate:
 
     def enter(self, reader: Reader) -> None:
         now = time.monotonic()
-        if now >= self._loop.next_check and reader.thread == self._loop.thread:
-            self._loop.check(now)
+        if now >= self._loop_watch.next_check and reader.thread == self._loop_watch.thread:
+            self._loop_watch.check(now)
         deadline = now + self.patience
         while True:
             if self._pending is not None or self._applying is not None:
@@ -503,7 +501,7 @@ class Gate:
         """In a forked child, the other threads are gone: remove their readers, and replace the mutex, which one of them
         may have held. The bus is gone, too: drop the pending update, unless a half-written model needs it."""
         self._renew_locks()
-        self._loop.end()
+        self._loop_watch.end()
         me = threading.get_ident()
         for reader in [reader for reader in self._readers.values() if reader.thread != me]:
             self._close(reader)
@@ -573,8 +571,7 @@ def _check_hookable(module: nn.Module) -> None:
 
 
 def _call_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the module call that runs this hook. A call's pre-hooks and hooks share one; a recursive call has
-    another."""
+    """The frame of the module call that runs this hook: one for all hooks of a call, another for a recursive call."""
     while frame is not None and frame.f_code is not CALL_IMPL:
         frame = frame.f_back
     return frame
@@ -647,9 +644,8 @@ class LeaveHook(_Hook):
 
 
 def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
-    """Check a module that the user registers. Raises ValueError if no call of it would run the gate's hooks, or if each
-    call returns before its work is done. Warns if some calls may not run the hooks, or if it cannot be called. The
-    warnings point to the user's line."""
+    """Raises ValueError if no call of a module would run the gate's hooks, or if each call returns before its work is
+    done. Warns, at the user's line, if some calls may not run the hooks, or if the module cannot be called."""
     _check_hookable(model)
     stacklevel = users_level()
     kind = type(model).__name__
@@ -732,9 +728,7 @@ def check_methods(model: object, names: Iterable[str]) -> None:
         if attributes is None:
             raise ValueError(f"gated: objects of {kind} have no __dict__, so their {name!r} cannot be wrapped")
         if _is_deferred(function):
-            raise ValueError(
-                f"gated: a call of {kind}.{name} returns before its work is done; put hold() around that work"
-            )
+            raise ValueError(f"gated: {kind}.{name} returns before its work is done; put hold() around that work")
 
 
 Handle = RemovableHandle | GatedMethod

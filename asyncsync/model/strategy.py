@@ -156,8 +156,8 @@ def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
 
 
 def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
-    """The same as :func:`flat_weights`, but faster, because it makes no TensorDict; None if the strategy or the module
-    is of a kind for which the result could differ."""
+    """The same as :func:`flat_weights`, without the detour by a TensorDict; None if the strategy or the module is of a
+    kind for which the result could differ."""
     is_plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
     # Not isinstance(), which takes as long as the rest for an abstract class.
     if not is_plain or TensorDictBase in type(module).__mro__:
@@ -317,8 +317,7 @@ class Binding:
         return self._cache.get(slab)
 
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
-        """Convert and check weights that are not in a slab, and whose layout was not checked. There must be a model.
-        Raises as :meth:`convert <WeightStrategy.convert>` and :func:`asyncsync.model.update.prepare_flat`."""
+        """Convert and check weights that are not in a slab, and whose layout was not checked. There must be a model."""
         assert self.bound is not None
         if self._converts:
             flat = FlatWeights(self._convert(nest(flat.tensors, flat.values)), flat.values)

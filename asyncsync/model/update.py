@@ -95,8 +95,7 @@ class ModelUpdate(Prepared):
         self._extra_state: list[tuple[nn.Module, Any]] = []
 
     def is_reusable(self, plan: Plan) -> bool:
-        """Whether this update, prepared for an earlier version in the same slab, also serves for a later one with this
-        plan."""
+        """Whether this update, made for an earlier version in its slab, also serves for a later one with this plan."""
         return plan is self._plan and self._pieces is not None
 
     def resolve(self) -> None:
@@ -302,8 +301,7 @@ def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
 
 
 def _can_repoint(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether this tensor is a Parameter that can use the memory of ``source``, and that is a slab's: a source that was
-    cast or moved has memory of its own."""
+    """Whether this tensor is a Parameter that can use the memory of ``source``, and whether that is a slab's."""
     return (
         type(destination) is nn.Parameter
         and destination.is_cpu
@@ -327,8 +325,7 @@ def _is_locked(owner: Any) -> bool:
 
 
 def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
-    """A value as an entry of a TensorDict. If the entry is a stack, with one item for each element of the batch, a list
-    that fits becomes a stack, too."""
+    """A value as an entry of a TensorDict. A list becomes a stack if the entry is one now, and the batch size fits."""
     if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
         stack = NonTensorStack(*value)
         if stack.batch_size[: owner.batch_dims] == owner.batch_size:
