@@ -251,10 +251,7 @@ class ModelTensors:
         at their first call."""
         if sum(map(len, self._parameters)) != self._num_parameters:
             return True
-        for (
-            now,
-            then,
-        ) in self._children:  # no generator, because this runs at every update, and would take twice as long
+        for now, then in self._children:  # this runs at every update, and a generator would take twice as long
             if len(now) != len(then) or not all(map(is_, now.values(), then)):  # a TensorDict's == compares elements
                 return True
         return any(_look_up(mapping, key) is not inner for mapping, key, inner in self._nested)
@@ -392,7 +389,7 @@ class BoundModel:
         required = set(filter(chooses, own.required))
         if self._converted:
             # `convert` maps tensors only, so values are applied where their names fit, and never required.
-            values = {n for n in values if n in own.names}
+            values = own.names & set(values)
             required = {n for n in required if n in own.locations and isinstance(own.get(n), torch.Tensor)}
         sent = specs.keys() | set(values)
         missing, unexpected = required - sent, sent - own.names
