@@ -158,8 +158,7 @@ def _chosen_model(snapshots: dict[str, Snapshot], wanted: str | None) -> str:
 
 
 def _metadata(name: str, epoch: Epoch | None, snapshot: Snapshot) -> dict[str, str]:
-    """The file's metadata. The format allows only texts, so other values become JSON, as far as JSON can express
-    them."""
+    """The file's metadata. The format allows only texts, so other values become JSON, as far as possible."""
     values = unpack_values(snapshot.slab.values, snapshot.slab.layout)
     texts = {"format": "pt", "model_id": name, "version": str(snapshot.version), "epoch": json.dumps(epoch)}
     if snapshot.metadata:

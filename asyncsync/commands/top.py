@@ -140,8 +140,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def watch(options: argparse.Namespace) -> int:
-    """Show the status once, or until cancelled; return the exit code. Raises NotConnected, AckTimeout or
-    ProtocolError."""
+    """Show it once, or until cancelled. Returns the exit code; raises NotConnected, AckTimeout, ProtocolError."""
     samples = Samples(options.endpoint, options.interval)
     with contextlib.closing(Asker(options.endpoint, credentials_of(options))) as asker:
         if options.once:
@@ -175,8 +174,7 @@ def _print(samples: Samples, *, as_json_line: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def _shown(samples: Samples, *, as_lines: bool) -> AsyncIterator[Callable[[], None]]:
-    """Yields a function that shows the newest sample: as a line of JSON, on a screen that redraws itself, or as a line
-    of text if the output is no terminal."""
+    """Yields a function that shows the newest report: as a line of JSON, on a screen, or, without one, as text."""
     if as_lines:
         yield lambda: _print(samples, as_json_line=True)
         return

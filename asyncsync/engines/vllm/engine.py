@@ -72,8 +72,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- what vLLM calls -----------------------------------------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Return it unchanged; :meth:`init_transfer_engine` checks it, because an exception here would come from all
-        ranks."""
+        """Return it unchecked, because all ranks would raise; :meth:`init_transfer_engine` checks it."""
         return init_dict
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
@@ -105,11 +104,9 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: :meth:`update_weights` does everything."""
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Load a version on all ranks, or go back to the one before on all. In the latter case, the last rank raises
-        :class:`UpdateFailed`.
+        """Load a version on all ranks, or go back to the one before on all; then the last one raises UpdateFailed.
 
-        This replaces vLLM's own method, which calls torch.accelerator.synchronize(): that raises on a machine without
-        an accelerator.
+        vLLM's own method would call torch.accelerator.synchronize(), which raises on a machine without an accelerator.
         """
         self._ranks.begin()
         if failure := self._update(update_info):
@@ -250,8 +247,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _go_back(self, previous: Any, error: Exception | None) -> None:
         """Load the version before. Raises EngineLost if that fails."""
         try:
-            # Half-loaded layers would go on to load the weights that they have got so far. Clear these, so that the
-            # layers keep their old tensors.
+            # Half-loaded layers would load the weights that they have got so far. Clear these: they keep their tensors.
             for layer in self.model.modules():
                 info = get_layerwise_info(layer)
                 info.loaded_weights.clear()
