@@ -7,7 +7,7 @@ import contextlib
 import textwrap
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.messages import Report, WorkerReport
@@ -25,20 +25,11 @@ MAX_NOTES = 3
 OVERDUE_SECONDS = 2.0  # show that there is no answer if it is so late
 
 
-class Overflow(TypedDict, total=False):
-    """How to cut a text that is longer than a line; empty: wrap it."""
-
-    no_wrap: bool
-    overflow: Literal["ellipsis"]
-
-
-ONE_LINE: Overflow = {"no_wrap": True, "overflow": "ellipsis"}
-
-
-def text(words: str = "", style: str = "", **overflow: Unpack[Overflow]) -> Text:
+def text(words: str = "", style: str = "", *, one_line: bool = False) -> Text:
+    """``one_line``: cut it if it is longer than a line; else it is wrapped."""
     from rich.text import Text  # not at the top, because rich is optional
 
-    return Text(words, style, **overflow)
+    return Text(words, style, no_wrap=one_line or None, overflow="ellipsis" if one_line else None)
 
 
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
@@ -53,14 +44,14 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     rates = samples.rates()
     title, models = _title(samples, width), _models(report, width)
     header: list[RenderableType] = [title, text(), _figures(report, rates), _worker_counts(report), models]
-    overflow: Overflow = {} if height is None else ONE_LINE
-    footer = [*_reasons("refused", report.refused, overflow), *_reasons("dropped", report.dropped, overflow)]
+    one_line = height is not None
+    footer = [*_reasons("refused", report.refused, one_line), *_reasons("dropped", report.dropped, one_line)]
     now = time.monotonic()
     if samples.failure or samples.age(now) > samples.interval + OVERDUE_SECONDS:
         why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer to come back"
-        footer.append(text(why, style="bold red", **ONE_LINE))
-        footer += [text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:MAX_NOTES]]
-    notes = [] if width >= WIDE else _notes(report.workers, overflow)
+        footer.append(text(why, style="bold red", one_line=True))
+        footer += [text(part, style="red", one_line=True) for part in textwrap.wrap(samples.failure, width)[:MAX_NOTES]]
+    notes = [] if width >= WIDE else _notes(report.workers, one_line)
     # Four more lines: the figures take two, one is empty above the table and one above the footer, one is the table's
     # head; header counts the figures as one.
     room = len(report.workers) if height is None else max(1, height - len(header) - len(footer) - len(notes) - 4)
@@ -120,7 +111,7 @@ def _figures(report: Report, rates: Rates) -> Table:
 
 
 def _worker_counts(report: Report) -> Text:
-    row = text("workers    ", style="bold", **ONE_LINE)
+    row = text("workers    ", style="bold", one_line=True)
     for state in STATES[::-1]:
         number = report.counts.get(state, 0)
         if number or state == "live":
@@ -133,7 +124,7 @@ def _worker_counts(report: Report) -> Text:
 
 
 def _models(report: Report, width: int) -> Text:
-    row = text("models     ", style="bold", **ONE_LINE)
+    row = text("models     ", style="bold", one_line=True)
     words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
     if report.num_models > len(words):
         words.append(f"and {report.num_models - len(words):,} more")
@@ -198,20 +189,20 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
     return ROLES.index(worker.role), state, not worker.reason, -worker.lag, worker.index
 
 
-def _notes(workers: Iterable[WorkerReport], overflow: Overflow) -> list[Text]:
-    """Lines with the workers' problems, for a table without that column. If lines must be cut, a few at most."""
+def _notes(workers: Iterable[WorkerReport], one_line: bool) -> list[Text]:
+    """The workers' problems, for a table without that column: all, or, if each gets one line, a few."""
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     problems = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
-    if overflow and len(problems) > MAX_NOTES:
+    if one_line and len(problems) > MAX_NOTES:
         problems[MAX_NOTES - 1 :] = [f"… and {len(problems) - MAX_NOTES + 1:,} more with problems"]
-    return [text(problem, style="red", **overflow) for problem in problems]
+    return [text(problem, style="red", one_line=one_line) for problem in problems]
 
 
-def _reasons(name: str, counts: dict[str, int], overflow: Overflow) -> list[Text]:
+def _reasons(name: str, counts: dict[str, int], one_line: bool) -> list[Text]:
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return [text(f"{name:<11}", style="bold", **overflow).append(words, style="not bold yellow")]
+    return [text(f"{name:<11}", style="bold", one_line=one_line).append(words, style="not bold yellow")]
 
 
 def _states(report: Report) -> str:
