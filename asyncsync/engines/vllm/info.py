@@ -56,8 +56,7 @@ class Info:
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Self:
-        """Make the message from values that came over a route. Raises ValueError, which names the field and what it
-        should be."""
+        """Make it from a route's values. Raises ValueError, which names the field and what it should be."""
         if not isinstance(values, Mapping):
             raise ValueError(f"{cls.__name__} is an object with fields, not {values!r}")
         known = {field.name: field.default for field in fields(cls)}  # type: ignore[arg-type]
