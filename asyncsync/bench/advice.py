@@ -46,7 +46,7 @@ def size(nbytes: int) -> str:
 
 
 def best(figures: Sequence[Figure], nbytes: int, network: bool) -> Figure:
-    """The fastest scheme that reaches the workers; of those that are about as fast, the table's first."""
+    """The fastest scheme that reaches the workers; of schemes that are about as fast, the table's first."""
     reaching = [figure for figure in figures if figure.nbytes == nbytes and (figure.network or not network)]
     fastest = min(figure.wall_ms for figure in reaching)
     return next(figure for figure in reaching if figure.wall_ms <= CLOSE * fastest)

@@ -45,7 +45,7 @@ class Samples:
     def add(self, report: Report, now: float) -> None:
         """Add a report that has arrived at ``now``, by a monotonic clock."""
         if self.last is not None and self.last.epoch != report.epoch:
-            self._reports.clear()  # it is from another trainer, whose counters began anew
+            self._reports.clear()  # another trainer sent it, and began with new counters
         self._reports.append((now, report))
         while len(self._reports) > 2 and self._reports[1][0] <= now - WINDOW:
             self._reports.popleft()

@@ -172,8 +172,8 @@ def _versions(worker: WorkerReport) -> str:
 
 
 def _workers_that_fit(report: Report, room: int) -> tuple[list[WorkerReport], str]:
-    """The workers to show in ``room`` lines, and a line about the others. If there is not room for all, those with
-    problems come first."""
+    """The workers to show in ``room`` lines, and a line about the others. If there is not room for all, workers
+    with problems come first."""
     workers, count = list(report.workers), sum(report.counts.values())
     if len(workers) > room or count > len(workers):
         room = max(1, room - 1)

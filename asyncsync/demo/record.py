@@ -19,9 +19,9 @@ from asyncsync.commands.samples import Samples
 from asyncsync.errors import ClosedError
 from asyncsync.sync import WeightSyncScheme
 
-EPISODES = 100  # the mean return is that of the last so many episodes
-KEPT = 100  # the weights of so many versions are kept, to check actions with them
-TOLERANCE = 1e-3  # two computations of one log-probability differ by less, and those of different weights by more
+EPISODES = 100  # the mean return is taken over this many latest episodes
+KEPT = 100  # the weights of this many latest versions are kept, to check actions with them
+TOLERANCE = 1e-3  # two computations of one log-probability differ by less, and of different weights by more
 BARS = " ▁▂▃▄▅▆▇█"
 
 

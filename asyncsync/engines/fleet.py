@@ -380,9 +380,9 @@ class Fleet:
         if (count := await self._run_phase(member, "connect", replica.world_size(), deadline)) != replica.ranks:
             wrong = ValueError(f"it has {count} ranks: give its replica object ranks={count}")
             raise _PhaseFailed(member, None, "connect", wrong)
-        who = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
+        own = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
         try:
-            await self._run_phase(member, "connect", replica.connect({**self._info, **who, **replica.init}), deadline)
+            await self._run_phase(member, "connect", replica.connect({**self._info, **own, **replica.init}), deadline)
         except _PhaseFailed as failed:
             if version and failed.was_refused:
                 failed.failures += await self._rank_failures(member, version)

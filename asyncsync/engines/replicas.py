@@ -22,7 +22,7 @@ PAUSES = ("keep", "wait", "abort")
 
 
 class Refused(WeightSyncError):
-    """The engine has answered with an error, whose message this has."""
+    """The engine has answered with an error; this has its message."""
 
 
 class Replica(Protocol):

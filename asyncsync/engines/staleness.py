@@ -29,8 +29,8 @@ class Staleness:
         max_lag: in versions; 0: only the newest will do.
         on_late: if it is further behind: ``"wait"`` for the update, or ``"raise"`` :class:`Stale` at once.
         timeout: seconds to wait for the sender's answer, and for the update.
-        max_age: for so many seconds after a block was entered, further ones are entered without asking. So the sender's
-            version may be known from so long ago, and a busy server asks at most so often.
+        max_age: in seconds. One question serves for all blocks that are entered within this time after it. So a busy
+            server asks less often, and the guarantee holds for the version that the sender had up to ``max_age`` ago.
 
     Raises:
         AckTimeout: within the timeout, the sender did not answer, or the update was not applied.

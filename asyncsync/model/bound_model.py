@@ -44,7 +44,7 @@ from asyncsync.weights.tree import (
     writable_arrays,
 )
 
-SHOWN = 12  # at most so many problems or names in an error's message
+SHOWN = 12  # the most problems, or names, in one error's message
 MOST_PLANS = 4
 KINDS = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
 
@@ -334,7 +334,7 @@ class Plan:
 
 class Repointing(NamedTuple):
     """How an update was written: the tensors at the positions ``repointed`` of the plan got their memory in the slab,
-    those at ``copied`` were copied to. The next update can be written so if all tensors are still where they were."""
+    those at ``copied`` were copied to. The next update can repeat that if all tensors are still where they were."""
 
     plan: Plan
     repointed: list[int]
@@ -350,7 +350,7 @@ class BoundModel:
         converted: a strategy's ``convert`` makes the weights of each update.
 
     Attributes:
-        plans: those of the latest layouts, by digest; :meth:`refresh` makes a new dict.
+        plans: the plans of the latest layouts, by digest; :meth:`refresh` makes a new dict.
         is_repointed, repointed: whether tensors of the model may lie in a slab, and the tensors that were moved to one.
         repointing: how the last update was written, if it moved tensors to a slab.
     """
@@ -477,8 +477,8 @@ class BoundModel:
 
     def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The Parameters that still lie in a slab, but are not in ``found``, the tensors that the model has now. With
-        each comes a copy, as its new memory; those that share memory get one copy."""
-        # Drop those to which only this list refers. The weak references end with this call, because
+        each comes a copy, as its new memory; Parameters that share memory get one copy."""
+        # Drop Parameters to which only this list refers. The weak references end with this call, because
         # torch.utils.swap_tensors(), which `.to()` and load_state_dict() may use, refuses tensors that have some.
         references = list(map(weakref.ref, self.repointed))
         self.repointed = []

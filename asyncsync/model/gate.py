@@ -1,4 +1,4 @@
-"""The gate lets a weight update through to the model only when nobody is reading it.
+"""The gate lets a weight update through to the model only when the model has no reader.
 
     gate = Gate()
     gate.attach(policy)              # each call policy(...) is a reader from now on, in any task or thread
@@ -58,7 +58,7 @@ CHECK_SECONDS = BLOCKED_SECONDS / 4  # between two checks of the loop, because a
 
 class Reader:
     """One call of a module or method, or one hold. While it is open, it is also the token by which readers inside it
-    are recognised. ``frame``: that of the call; None for a hold, whose ``task`` is None outside of tasks."""
+    are recognised. ``frame`` is the call's; None for a hold, whose ``task`` is None outside of tasks."""
 
     __slots__ = ("frame", "gate", "is_abandoned", "key", "parent", "task", "thread")
 
@@ -188,8 +188,8 @@ class LoopWatch:
 
 
 class Gate:
-    """Counts the readers of a receiver's models and applies a pending update when there are none. ``patience``: an
-    outermost reader that has waited for a pending update for so many seconds raises AckTimeout."""
+    """Counts the readers of a receiver's models and applies a pending update when there are none. An outermost reader
+    waits ``patience`` seconds at most for a pending update, and then raises AckTimeout."""
 
     def __init__(self, *, patience: float = PATIENCE) -> None:
         self.patience = patience
@@ -306,7 +306,7 @@ class Gate:
         there is no reader. Returns whether it was applied.
 
         Raises what `apply` of a given update raises. After an Exception the gate drops that update. After an interrupt
-        it stays pending. The gate calls its `done` only in the latter case, when it has been applied after all.
+        it stays pending; only then does the gate call its `done`, when it has been applied after all.
         """
         frame = sys._getframe()
         error: Exception | None = None

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 # over the model.
 tensors_and_children = attrgetter("_parameters", "_buffers", "_modules")
 non_persistent = attrgetter("_non_persistent_buffers_set")
-# A module's hooks: those before a forward, those after it, and which of the latter also run after an error.
+# A module's hooks before a forward, its hooks after it, and which hooks after it also run after an error.
 call_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 forward_hooks = attrgetter("_forward_hooks")
 CALL_IMPL = nn.Module._call_impl.__code__  # a frame with this code runs a module's hooks and its forward

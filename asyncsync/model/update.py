@@ -289,8 +289,8 @@ class CustomUpdate(Prepared):
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
-    """Prepare an update from weights that are not in a slab; it writes those that the model's selection chooses. Raises
-    SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
+    """Prepare an update from weights that are not in a slab. It writes the weights that the model's selection chooses.
+    Raises SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
     tensors = model.selection.of({dotted(p): t for p, t in flat.tensors.items()})
     for name, tensor in tensors.items():
         check_source(name, tensor)

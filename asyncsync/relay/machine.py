@@ -29,7 +29,7 @@ logger = logging.getLogger("asyncsync")
 
 # Letters of one failure's message and traceback, so that one report has room for many failures.
 MAX_MESSAGE, MAX_TRACEBACK = 2_000, 8_000
-# A report is full when it exceeds so many values, or so many letters in its texts.
+# A report is full when it has more values, or more letters in its texts.
 MAX_VALUES, MAX_LETTERS = 8_000, 200_000
 
 Kept = dict[str, tuple[int, Slab, bytes]]
@@ -98,8 +98,8 @@ class RelayMachine(Relaying):
                 self._fully_reported = None  # a report was lost
 
     def adopted(self, epoch: Epoch) -> None:
-        """Forget the former epoch's versions; from now on, serve this epoch's. Workers may still read former slabs in
-        shared memory, so these must not be written again."""
+        """Forget the versions of the epoch before; from now on, serve this epoch's. Workers may still read older slabs
+        in shared memory, so these must not be written again."""
         downstream = self._downstream
         downstream.outbox.clear()
         downstream.answers.clear()

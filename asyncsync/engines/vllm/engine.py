@@ -41,7 +41,7 @@ from asyncsync.sync import WeightSyncScheme
 logger = logging.getLogger("asyncsync")
 
 FILES = "the model's own files"  # a replica that has loaded no version serves these
-CATCH_UPS = 3  # so many newest versions a starting replica tries to load, if a load fails and there is a newer one
+CATCH_UPS = 3  # if a starting replica fails to load the newest version, it tries newer ones; this many in all
 
 
 class UpdateFailed(RuntimeError):
@@ -155,15 +155,15 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _connect(self, info: InitInfo, relay: str, is_kept: bool) -> None:
         if not is_kept:
-            parallel, who = self.parallel_config, {"anonymous": True}
+            parallel, place = self.parallel_config, {"anonymous": True}
             if info.first_worker is not None:
                 rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-                who = {"worker_idx": info.first_worker + rank}
+                place = {"worker_idx": info.first_worker + rank}
             if relay:
                 scheme = WeightSyncScheme.from_backend("shared", connect=relay)
             else:
                 scheme = WeightSyncScheme.from_backend(info.scheme, **info.options())
-            scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
+            scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **place)
             self._scheme, self._info = scheme, info
         assert self._scheme is not None
         try:

@@ -1,5 +1,5 @@
-"""The messages to vLLM's routes: where the sender is, and which version to load. The routes may be open to anybody who
-can reach them over HTTP, so each field is checked, there are no others, and no option of a scheme passes through.
+"""The messages to vLLM's routes: where the sender is, and which version to load. The routes may be HTTP without
+a key. So each field is checked, there are no others, and no option of a scheme passes through.
 """
 
 from __future__ import annotations

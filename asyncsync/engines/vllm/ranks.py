@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncsync")
 
 MARGIN = 5.0  # seconds to wait for the store's answer after a deadline
 MAX_TEXT = 2000  # characters of one rank's text
-KEPT_CALLS = 8  # the last so many calls keep their keys in the store
+KEPT_CALLS = 8  # the keys of this many latest calls stay in the store
 
 
 class Ranks:
