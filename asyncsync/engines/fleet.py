@@ -217,7 +217,7 @@ class Fleet:
     ) -> FleetResult:
         """Publish the weights, and have all replicas serve them. Returns when each replica does, or has failed.
 
-        If it is cancelled, replicas that are switching get 5 s to finish. It raises when no replica is paused any more.
+        If it is cancelled, replicas that are switching get 5 s to finish and to end their pauses. Then it raises.
 
         Args:
             weights, metadata: as for the scheme's ``publish``.
@@ -301,7 +301,7 @@ class Fleet:
         except _PhaseFailed as failed:
             if not any(isinstance(failure.error, PeerLost | NotConnected) for failure in failed.failures):
                 raise
-            member.serves = ""  # it was restarted, so it must connect first
+            member.serves = ""  # its process is gone, and a new one must connect first
 
     async def _switch(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """Pause the replica, load the version, and end the pause. The caller holds the member's lock."""
