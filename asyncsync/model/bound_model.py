@@ -351,8 +351,8 @@ class BoundModel:
 
     Attributes:
         plans: the plans of the latest layouts, by digest; :meth:`refresh` makes a new dict.
-        is_repointed, repointed: whether tensors of the model may lie in a slab, and the tensors that were moved to one.
-        repointing: how the last update was written, if it moved tensors to a slab.
+        may_lie_in_slabs, tensors_in_slabs: whether tensors of the model may lie in a slab, and the tensors that do.
+        last_repointing: how the last update was written, if it gave tensors their memory in a slab.
     """
 
     def __init__(
@@ -368,9 +368,9 @@ class BoundModel:
         self.selection = selection or Selection()
         self.cast = cast
         self.inplace = inplace
-        self.is_repointed = False
-        self.repointed: list[torch.Tensor] = []
-        self.repointing: Repointing | None = None
+        self.may_lie_in_slabs = False
+        self.tensors_in_slabs: list[torch.Tensor] = []
+        self.last_repointing: Repointing | None = None
         self._model = model
         self._extract_as = extract_as
         self._converted = converted
@@ -480,11 +480,11 @@ class BoundModel:
         each comes a copy, as its new memory; Parameters that share memory get one copy."""
         # Drop Parameters to which only this list refers. The weak references end with this call, because
         # torch.utils.swap_tensors(), which `.to()` and load_state_dict() may use, refuses tensors that have some.
-        references = list(map(weakref.ref, self.repointed))
-        self.repointed = []
-        self.repointed = [tensor for reference in references if (tensor := reference()) is not None]
+        references = list(map(weakref.ref, self.tensors_in_slabs))
+        self.tensors_in_slabs = []
+        self.tensors_in_slabs = [tensor for reference in references if (tensor := reference()) is not None]
         present = set(map(id, found))
-        left = [tensor for tensor in self.repointed if id(tensor) not in present]
+        left = [tensor for tensor in self.tensors_in_slabs if id(tensor) not in present]
         left = [tensor for tensor in left if is_foreign(tensor)]
         copies = {place_of(tensor): clone(tensor) for tensor in left}
         return [(tensor, copies[place_of(tensor)]) for tensor in left]

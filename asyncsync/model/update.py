@@ -88,9 +88,9 @@ class ModelUpdate(Prepared):
         self._values = values
         self._slab = slab
         self._pieces = pieces
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._to_copy: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._to_repoint: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._to_replace: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._repointing: Repointing | None = None
         self._extra_state: list[tuple[nn.Module, Any]] = []
 
@@ -124,18 +124,23 @@ class ModelUpdate(Prepared):
             self._check_ties(found)
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
             self._renewed_plan()  # refuse an expanded tensor here, because torch would do so between two writes
-        self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
-        in_slabs = self._slab is not None or model.is_repointed
+        self._to_copy, self._to_repoint, self._to_replace, self._repointing = ([], []), [], [], None
+        in_slabs = self._slab is not None or model.may_lie_in_slabs
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
-            self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
+            self._to_copy = (found, self._sources)
+        elif (
+            self._slab is not None
+            and (last := model.last_repointing)
+            and last.plan is plan
+            and plan.memory.again(found)
+        ):
             self._repointing, sources = last, self._sources
-            self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
-            self._repointed = [(found[i], sources[i]) for i in last.repointed]
+            self._to_copy = [found[i] for i in last.copied], [sources[i] for i in last.copied]
+            self._to_repoint = [(found[i], sources[i]) for i in last.repointed]
         else:
             self._pieces = None
             self._resolve_each(found)
-            self._repointed += model.left_in_slabs(found)
+            self._to_repoint += model.left_in_slabs(found)
         # The user's code may keep what it gets. The originals may be applied again, or be the trainer's own objects.
         values = {name: own_value(name, value) for name, value in self._values.items()}
         states = plan.model.extra_state
@@ -188,7 +193,7 @@ class ModelUpdate(Prepared):
                     self._replace(owner, key, replacements[place])
                     continue
                 if place not in replacements:
-                    foreign = self._model.is_repointed and is_foreign(destination)
+                    foreign = self._model.may_lie_in_slabs and is_foreign(destination)
                     can_repoint = self._slab is not None and _can_repoint(destination, source)
                     can_repoint = can_repoint and (foreign or _is_alone(destination, shared))
                     if can_repoint and source_places.setdefault(id(source), place) == place:
@@ -202,12 +207,12 @@ class ModelUpdate(Prepared):
                             with torch.inference_mode():
                                 replacements[place] = replacements[place].clone()
                 if place in replacements:
-                    self._repointed.append((destination, replacements[place]))
+                    self._to_repoint.append((destination, replacements[place]))
                     if replacements[place] is source:
                         repointed.append(i)
                 else:
-                    self._copies[0].append(destination)
-                    self._copies[1].append(source)
+                    self._to_copy[0].append(destination)
+                    self._to_copy[1].append(source)
                     copied.append(i)
         if len(repointed) + len(copied) == len(found):
             self._repointing = Repointing(self._plan, repointed, copied)
@@ -215,39 +220,39 @@ class ModelUpdate(Prepared):
     def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(owner):
             raise SchemaMismatch(f"{key!r} cannot be set: the model is a locked TensorDict; call `unlock_()` on it")
-        self._replaced.append((owner, key, value))
+        self._to_replace.append((owner, key, value))
 
     def apply(self) -> None:
-        destinations, sources = self._copies
+        destinations, sources = self._to_copy
         pieces = self._pieces if destinations else None
         if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
             copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
         elif destinations:
             copy_tensors(destinations, sources)
-        if self._repointed:
+        if self._to_repoint:
             self._repoint()
-        for owner, key, value in self._replaced:
+        for owner, key, value in self._to_replace:
             owner[key] = value
         forget_computed()
 
     def _repoint(self) -> None:
         model, slab, repointing = self._model, self._slab, self._repointing
-        is_new = slab is not None and (repointing is None or repointing is not model.repointing)
+        is_new = slab is not None and (repointing is None or repointing is not model.last_repointing)
         if slab is not None:
-            slab.holds_parameters = model.is_repointed = True
+            slab.holds_parameters = model.may_lie_in_slabs = True
         if is_new:
-            model.repointing = None
-            model.repointed += [destination for destination, _ in self._repointed]
-        for destination, source in self._repointed:
+            model.last_repointing = None
+            model.tensors_in_slabs += [destination for destination, _ in self._to_repoint]
+        for destination, source in self._to_repoint:
             destination.data = source
         # A backward that still needs the old values must fail, as after a copy: it would compute wrong gradients.
-        torch.autograd.graph.increment_version([destination for destination, _ in self._repointed])
+        torch.autograd.graph.increment_version([destination for destination, _ in self._to_repoint])
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
-            model.repointing = repointing
+            model.tensors_in_slabs = list(filter(is_foreign, model.tensors_in_slabs[-len(self._to_repoint) :]))
+            model.last_repointing = repointing
         if repointing is not None:
             repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
@@ -262,7 +267,7 @@ class ModelUpdate(Prepared):
 
     def repeat(self) -> bool:
         plan, pieces = self._plan, self._pieces
-        if pieces is None or self._model.is_repointed or plan.model.is_stale():
+        if pieces is None or self._model.may_lie_in_slabs or plan.model.is_stale():
             return False
         try:
             found = [owner[key] for owner, key in plan.locations]
