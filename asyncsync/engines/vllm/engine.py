@@ -133,8 +133,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _agree_on_connection(self, info: InitInfo | None, deadline: float) -> tuple[bool, str]:
         """Returns whether all ranks keep their connections, and the address of this host's relay, or ``""``.
 
-        Over ZeroMQ, the first rank of a host opens a relay, which receives into shared memory for all ranks there. It
-        does not if each rank has a key of its own, or if the ranks read the sender's shared memory on its own host.
+        The first rank of a host opens a relay, which receives into shared memory for all ranks there. It does not if
+        each rank has a key of its own, or with scheme "shared", because the ranks then read the sender's memory.
         """
         here = this_process()
         is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
