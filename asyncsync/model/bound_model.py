@@ -96,11 +96,11 @@ class Selection:
                 "all that is in the module 'actor'"
             )
 
-    def of(self, table: Mapping[str, T]) -> Mapping[str, T]:
+    def chosen_items(self, table: Mapping[str, T]) -> Mapping[str, T]:
         """The items of a table whose names it chooses."""
         return table if self.is_all else {name: value for name, value in table.items() if self.chooses(name)}
 
-    def part(self, flat: FlatWeights) -> FlatWeights:
+    def chosen_weights(self, flat: FlatWeights) -> FlatWeights:
         """The weights of a source that it chooses. Raises as :meth:`check`."""
         if self.is_all:
             return flat
@@ -467,7 +467,8 @@ class BoundModel:
             return cached
         index = {dotted(path): i for path, i in layout.index.items()}
         chooses = self.selection.chooses
-        plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
+        values = set(filter(chooses, map(dotted, layout.value_paths)))
+        plan = self.plan(self.selection.chosen_items(specs_of(layout)), values)
         plan.order = [index[n] for n in plan.names]
         plan.states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
         while len(self.plans) >= MOST_PLANS:

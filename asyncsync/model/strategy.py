@@ -254,7 +254,7 @@ class Binding:
         values = {dotted(p) for p in layout.value_paths}
         selection = self.bound.selection
         selection.check(specs.keys() | values, "the sent")
-        self.bound.check_fit(selection.of(specs), set(filter(selection.chooses, values)))
+        self.bound.check_fit(selection.chosen_items(specs), set(filter(selection.chooses, values)))
 
     def prepare(self, slab: Slab) -> Prepared | None:
         """Convert and check one update; None without a model. The result may refer to views into the slab. Raises
@@ -275,7 +275,7 @@ class Binding:
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         sources, states = [views[i] for i in plan.order], {n: views[i] for n, i in plan.states}
-        chosen = bound.selection.of({dotted(p): v for p, v in values.items()})
+        chosen = bound.selection.chosen_items({dotted(p): v for p, v in values.items()})
         is_small_copy = slab.nbytes <= CACHED_BYTES and home is None and bound.inplace and not bound.cast
         # Values for tensors that share memory in this model, but not in the sender's, must be compared at each update.
         is_reusable = is_small_copy and not (states or chosen or plan.ties or plan.overlaps)

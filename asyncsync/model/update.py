@@ -149,7 +149,7 @@ class ModelUpdate(Prepared):
         for name, value in values.items():
             if name in plan.model.locations:
                 owner, key = plan.model.locations[name]
-                self._replace(owner, key, _wrapped(owner, key, value) if isinstance(owner, TensorDictBase) else value)
+                self._replace(owner, key, _as_entry(owner, key, value) if isinstance(owner, TensorDictBase) else value)
 
     def _renewed_plan(self) -> Plan:
         """The plan of the same tensors for the model as it is now. Raises SchemaMismatch if they do not fit it."""
@@ -189,7 +189,7 @@ class ModelUpdate(Prepared):
                 place = place_of(destination)
                 if destination.is_meta or (not inplace and not is_module and not _is_locked(owner)):
                     if place not in replacements:
-                        replacements[place] = _successor(destination, source)
+                        replacements[place] = _replacement(destination, source)
                     self._replace(owner, key, replacements[place])
                     continue
                 if place not in replacements:
@@ -296,10 +296,10 @@ class CustomUpdate(Prepared):
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
     """Prepare an update from weights that are not in a slab. It writes the weights that the model's selection chooses.
     Raises SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
-    tensors = model.selection.of({dotted(p): t for p, t in flat.tensors.items()})
+    tensors = model.selection.chosen_items({dotted(p): t for p, t in flat.tensors.items()})
     for name, tensor in tensors.items():
         check_source(name, tensor)
-    values = model.selection.of({dotted(p): v for p, v in flat.values.items()})
+    values = model.selection.chosen_items({dotted(p): v for p, v in flat.values.items()})
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
@@ -329,7 +329,7 @@ def _is_locked(owner: Any) -> bool:
     return isinstance(owner, TensorDictBase) and owner.is_locked
 
 
-def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
+def _as_entry(owner: TensorDictBase, key: str, value: Any) -> Any:
     """A value as an entry of a TensorDict. A list becomes a stack if the entry is one now, and the batch size fits."""
     if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
         stack = NonTensorStack(*value)
@@ -338,7 +338,7 @@ def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
     return NonTensorData(value)
 
 
-def _successor(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _replacement(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The tensor that replaces ``old``: on its device, and a Parameter if it was one."""
     new = clone(source) if old.is_meta else source.to(old.device)
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
