@@ -56,8 +56,7 @@ class ModelUpdate(Prepared):
         plan, sources: the model's tensors to write, in order, and the value of each.
         states, values: extra state by name: tensors, and msgpack values.
         slab: Parameters may get their memory in it; None: they may not.
-        pieces: the new bytes of each tensor of the plan, if copying these is all that an update with this slab takes,
-            also for later versions in it; else None.
+        pieces: the new bytes of each tensor, if copying them is all that any version in this slab takes; else None.
 
     Raises:
         SchemaMismatch: tensors of the model that share memory would get different values.
@@ -125,15 +124,10 @@ class ModelUpdate(Prepared):
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
             self._renewed_plan()  # refuse an expanded tensor here, because torch would do so between two writes
         self._to_copy, self._to_repoint, self._to_replace, self._repointing = ([], []), [], [], None
-        in_slabs = self._slab is not None or model.may_lie_in_slabs
+        in_slabs, last = self._slab is not None or model.may_lie_in_slabs, model.last_repointing
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._to_copy = (found, self._sources)
-        elif (
-            self._slab is not None
-            and (last := model.last_repointing)
-            and last.plan is plan
-            and plan.memory.again(found)
-        ):
+        elif self._slab is not None and last is not None and last.plan is plan and plan.memory.again(found):
             self._repointing, sources = last, self._sources
             self._to_copy = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._to_repoint = [(found[i], sources[i]) for i in last.repointed]
@@ -238,20 +232,21 @@ class ModelUpdate(Prepared):
 
     def _repoint(self) -> None:
         model, slab, repointing = self._model, self._slab, self._repointing
+        destinations = [destination for destination, _ in self._to_repoint]
         is_new = slab is not None and (repointing is None or repointing is not model.last_repointing)
         if slab is not None:
             slab.holds_parameters = model.may_lie_in_slabs = True
         if is_new:
             model.last_repointing = None
-            model.tensors_in_slabs += [destination for destination, _ in self._to_repoint]
+            model.tensors_in_slabs += destinations
         for destination, source in self._to_repoint:
             destination.data = source
         # A backward that still needs the old values must fail, as after a copy: it would compute wrong gradients.
-        torch.autograd.graph.increment_version([destination for destination, _ in self._to_repoint])
+        torch.autograd.graph.increment_version(destinations)
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.tensors_in_slabs = list(filter(is_foreign, model.tensors_in_slabs[-len(self._to_repoint) :]))
+            model.tensors_in_slabs = list(filter(is_foreign, destinations))
             model.last_repointing = repointing
         if repointing is not None:
             repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
