@@ -300,8 +300,8 @@ class Binding:
             self.bound.refresh()
         plan = self.bound.layout_plan(layout)
         found: list[list[torch.Tensor]] = [[] for _ in layout.entries]
-        for name, (owner, key), index in zip(plan.names, plan.locations, plan.order, strict=True):
-            tensor, sent = owner[key], layout.entries[index].dtype
+        for name, (mapping, key), index in zip(plan.names, plan.locations, plan.order, strict=True):
+            tensor, sent = mapping[key], layout.entries[index].dtype
             if tensor.dtype is not sent:
                 raise SchemaMismatch(f"it casts {name!r} from {sent} to {tensor.dtype}")
             found[index].append(tensor)

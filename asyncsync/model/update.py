@@ -87,6 +87,7 @@ class ModelUpdate(Prepared):
         self._values = values
         self._slab = slab
         self._pieces = pieces
+        # resolve() fills these:
         self._to_copy: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._to_repoint: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._to_replace: list[tuple[MutableMapping[str, Any], str, Any]] = []
@@ -103,7 +104,7 @@ class ModelUpdate(Prepared):
             model.refresh()
             plan = self._plan = self._renewed_plan()
         try:
-            found = [owner[key] for owner, key in plan.locations]
+            found = [mapping[key] for mapping, key in plan.locations]
             fits = have_specs(found, plan.shapes, plan.dtypes)
         except (KeyError, AttributeError, TypeError, RuntimeError):  # removed, not a tensor any more, or not yet
             fits = False
@@ -137,13 +138,13 @@ class ModelUpdate(Prepared):
             self._to_repoint += model.left_in_slabs(found)
         # The user's code may keep what it gets. The originals may be applied again, or be the trainer's own objects.
         values = {name: own_value(name, value) for name, value in self._values.items()}
-        states = plan.model.extra_state
-        self._extra_state = [(states[n], v) for n, v in values.items() if n in states]
-        self._extra_state += [(states[n], clone(t)) for n, t in self._states.items() if n in states]
+        modules = plan.model.extra_state
+        self._extra_state = [(modules[n], v) for n, v in values.items() if n in modules]
+        self._extra_state += [(modules[n], clone(t)) for n, t in self._states.items() if n in modules]
         for name, value in values.items():
             if name in plan.model.locations:
-                owner, key = plan.model.locations[name]
-                self._replace(owner, key, _as_entry(owner, key, value) if isinstance(owner, TensorDictBase) else value)
+                mapping, key = plan.model.locations[name]
+                self._replace(mapping, key, _as_entry(mapping, key, value))
 
     def _renewed_plan(self) -> Plan:
         """The plan of the same tensors for the model as it is now. Raises SchemaMismatch if they do not fit it."""
@@ -152,9 +153,7 @@ class ModelUpdate(Prepared):
         specs |= {n: (t.dtype, tuple(t.shape)) for n, t in self._states.items()}
         renewed = self._model.plan(specs, self._values.keys())
         if renewed.names != plan.names:
-            raise SchemaMismatch(
-                "a tensor of the model has become extra state, or the reverse, since it was registered"
-            )
+            raise SchemaMismatch("a tensor of the model became extra state, or the reverse, since it was registered")
         return renewed
 
     def _check_ties(self, found: list[torch.Tensor]) -> None:
@@ -176,15 +175,14 @@ class ModelUpdate(Prepared):
         source_places: dict[int, Any] = {}  # the place that got a source's memory, by the source's id
         repointed: list[int] = []
         copied: list[int] = []
+        tensors = zip(self._plan.locations, found, self._sources, strict=True)
         with normal_tensors():
-            for i, ((owner, key), destination, source) in enumerate(
-                zip(self._plan.locations, found, self._sources, strict=True)
-            ):
+            for i, ((mapping, key), destination, source) in enumerate(tensors):
                 place = place_of(destination)
-                if destination.is_meta or (not inplace and not is_module and not _is_locked(owner)):
+                if destination.is_meta or (not inplace and not is_module and not _is_locked(mapping)):
                     if place not in replacements:
                         replacements[place] = _replacement(destination, source)
-                    self._replace(owner, key, replacements[place])
+                    self._replace(mapping, key, replacements[place])
                     continue
                 if place not in replacements:
                     foreign = self._model.may_lie_in_slabs and is_foreign(destination)
@@ -211,10 +209,10 @@ class ModelUpdate(Prepared):
         if len(repointed) + len(copied) == len(found):
             self._repointing = Repointing(self._plan, repointed, copied)
 
-    def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
-        if _is_locked(owner):
+    def _replace(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+        if _is_locked(mapping):
             raise SchemaMismatch(f"{key!r} cannot be set: the model is a locked TensorDict; call `unlock_()` on it")
-        self._to_replace.append((owner, key, value))
+        self._to_replace.append((mapping, key, value))
 
     def apply(self) -> None:
         destinations, sources = self._to_copy
@@ -226,8 +224,8 @@ class ModelUpdate(Prepared):
             copy_tensors(destinations, sources)
         if self._to_repoint:
             self._repoint()
-        for owner, key, value in self._to_replace:
-            owner[key] = value
+        for mapping, key, value in self._to_replace:
+            mapping[key] = value
         forget_computed()
 
     def _repoint(self) -> None:
@@ -249,7 +247,7 @@ class ModelUpdate(Prepared):
             model.tensors_in_slabs = list(filter(is_foreign, destinations))
             model.last_repointing = repointing
         if repointing is not None:
-            repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
+            repointing.plan.memory.note([mapping[key] for mapping, key in repointing.plan.locations])
 
     def complete(self) -> None:
         for module, value in self._extra_state:
@@ -265,7 +263,7 @@ class ModelUpdate(Prepared):
         if pieces is None or self._model.may_lie_in_slabs or plan.model.is_stale():
             return False
         try:
-            found = [owner[key] for owner, key in plan.locations]
+            found = [mapping[key] for mapping, key in plan.locations]
         except KeyError:
             return False
         if (views := plan.memory.views) is None or not plan.memory.again(found):
@@ -320,15 +318,17 @@ def _is_alone(tensor: torch.Tensor, shared: Collection[int]) -> bool:
     return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
-def _is_locked(owner: Any) -> bool:
-    return isinstance(owner, TensorDictBase) and owner.is_locked
+def _is_locked(mapping: Any) -> bool:
+    return isinstance(mapping, TensorDictBase) and mapping.is_locked
 
 
-def _as_entry(owner: TensorDictBase, key: str, value: Any) -> Any:
-    """A value as an entry of a TensorDict. A list becomes a stack if the entry is one now, and the batch size fits."""
-    if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
+def _as_entry(mapping: Any, key: str, value: Any) -> Any:
+    """A value as an entry. In a TensorDict, a list becomes a stack if the entry is one now and the batch size fits."""
+    if not isinstance(mapping, TensorDictBase):
+        return value
+    if isinstance(value, list) and isinstance(mapping.get(key), NonTensorStack):
         stack = NonTensorStack(*value)
-        if stack.batch_size[: owner.batch_dims] == owner.batch_size:
+        if stack.batch_size[: mapping.batch_dims] == mapping.batch_size:
             return stack
     return NonTensorData(value)
 
