@@ -5,8 +5,8 @@ model. So a slow response or a slow client delays no update, and an update delay
 as it takes to apply.
 
 A response names the version of the model's last call, ``hold()`` or gated method in the request's context.
-asyncio.to_thread and the thread pools of Starlette and FastAPI pass the context on. With an executor of your own, call
-``contextvars.copy_context().run`` there.
+asyncio.to_thread and the thread pools of Starlette and FastAPI pass the context on. To an executor of your own, submit
+``contextvars.copy_context().run``.
 """
 
 from __future__ import annotations
