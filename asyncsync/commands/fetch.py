@@ -46,8 +46,8 @@ class Snapshot(NamedTuple):
 
 
 class Guest:
-    """A guest of one sender, on the running loop. Its shared-memory transport receives chunks, too. Shut down its
-    ``link`` in the end."""
+    """A guest of one sender, on the running loop. With a shared-memory ``transport`` it receives chunks, too. Shut down
+    its ``link`` in the end."""
 
     def __init__(self, sender: str, transport: Carrier, credentials: Callable[[], Credentials] | None = None) -> None:
         self.link = guest_link(sender, transport, Settings(), "guest", credentials)
@@ -85,7 +85,7 @@ class Guest:
         if not machine.session.online:
             return "there is no connection: is the sender running, and is this its address?"
         if not machine.session.welcomed:
-            return "it has no version yet, like a relay that has not reached its trainer, or it has stopped"
+            return "it has stopped, or it has no version yet, like a relay that has not reached its trainer"
         if machine.holdings.error:
             return "; ".join(str(error) for _, error, _ in machine.holdings.error.values())
         if not any(machine.session.served.values()):

@@ -86,8 +86,8 @@ def add_sender(parser: argparse.ArgumentParser, client_key: str) -> None:
 
 
 def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | None:
-    """Returns the keys to connect with; None: there are none. Raises CommandFailed if only one of the two keys was
-    given, or if they cannot be read."""
+    """A function that returns the keys to connect with; None: no keys were given. Raises CommandFailed if only one of
+    the two was given, if they do not suit the address, or if they cannot be read."""
     logging.getLogger("asyncsync").addHandler(logging.NullHandler())  # the command prints its own messages
     try:
         keys = KeyFiles.given(options.server_key, None, options.client_key)

@@ -1,5 +1,5 @@
-"""The workers: one process each, with a vector of environments and a copy of the policy. A collector starts them, of
-the class that the chosen scheme belongs to."""
+"""The workers: one process each, with a vector of environments and a copy of the policy. The collector that goes with
+the chosen scheme starts them."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ async def follow(
     call sees one version. Several calls see the same version inside ``scheme.hold()``.
 
     In each HTTP response, a header names the version of the last model call that was made for this request before the
-    first byte of the body. So the head of a response waits for that byte. Version 0 is before the first update. If the
-    model was not called, there is no such header. Lifespan and websockets pass through.
+    first byte of the body. So the head of a response waits for that byte. Version 0 is the model before its first
+    update. If the model was not called, there is no such header. Lifespan and websockets pass through.
 
     Args:
         app: Starlette, FastAPI, or any ASGI 3 application.

@@ -8,8 +8,8 @@
 
 An update publishes a version, and then updates all replicas at once, each in a task of its own. The fleet pauses a
 replica only when its workers have the bytes, so it generates tokens until then. A replica that fails, hangs or dies
-delays no other one. The fleet ends the pause whether the update succeeds, fails or is cancelled. Only a replica whose
-ranks serve different weights stays paused.
+delays no other one. The fleet ends the pause whether the update succeeds, fails or is cancelled. But a replica whose
+ranks serve different weights stays paused until it is taken in.
 
 If a replica has answered each call, its *state is known*. Then the fleet updates it by start, update and finish.
 Otherwise (it is new, was restarted, did not answer, or its trainer has died), it may be anywhere between start and
@@ -123,7 +123,7 @@ class _Member:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     serves: str = ""  # the version's name; empty: it is unknown, or not this sender's
     is_state_known: bool = False  # it is certainly not between start and finish
-    missed_update: bool = False  # the last update could not even be tried
+    missed_update: bool = False  # the last update was cancelled, or could not even be tried
     switching_task: asyncio.Task[Any] | None = None  # the task that pauses it, switches it and ends the pause
     seconds: dict[str, float] = field(default_factory=dict)  # how long each phase of the current update took
 
@@ -217,7 +217,7 @@ class Fleet:
     ) -> FleetResult:
         """Publish the weights, and have all replicas serve them. Returns when each replica does, or has failed.
 
-        If it is cancelled, replicas that are switching get 5 s to finish and to end their pauses. Then it raises.
+        If it is cancelled, replicas that are switching get 5 s to finish. It raises when their pauses have ended.
 
         Args:
             weights, metadata: as for the scheme's ``publish``.

@@ -63,7 +63,7 @@ class Selection:
 
     It chooses the names that match a pattern of ``include`` (None: all names) and no pattern of ``exclude``. ``is_all``
     says whether it has neither. With ``strict``, a name that matches no pattern of either is an error. Raises
-    ValueError if an argument is not a pattern or a list of patterns."""
+    ValueError if an argument is not a pattern or a list of patterns, or if ``strict`` comes without patterns."""
 
     def __init__(self, include: Patterns = None, exclude: Patterns = None, *, strict: bool = False) -> None:
         self.include, self.exclude = _checked_patterns("include", include), _checked_patterns("exclude", exclude)
@@ -128,7 +128,7 @@ class ModelTensors:
         required: the names that an update must contain.
         encoded: names of tensors for which the state dict has other values than the model.
         ties: groups of names of one tensor.
-        overlaps: groups of names of tensors that may share memory in part, as views of one another.
+        overlaps: groups of names of tensors that may share memory, but are not one: some may be views of others.
         non_persistent: names of buffers that a state dict leaves out.
         admitted: tensors of subclasses that passed :meth:`BoundModel.destination_problem`, by name.
     """
@@ -143,7 +143,8 @@ class ModelTensors:
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
         self._parameters: list[Mapping[str, Any]] = []
-        self._nested: list[tuple[MutableMapping[str, Any], str, Any]] = []  # each mapping inside a mapping, at its key
+        # Each mapping, or object with arrays, inside a mapping: the outer one, the key there, and the inner one.
+        self._nested: list[tuple[MutableMapping[str, Any], str, Any]] = []
         if self.is_module:
             self._add_module(model)
         else:
@@ -151,7 +152,7 @@ class ModelTensors:
             if table is None:
                 raise TypeError(f"the model must be {KINDS}, not {type(model).__name__}")
             self._add_mapping(table, "")
-        self.required = set(self.locations)
+        self.required = set(self.locations)  # no extra state, because TensorDict.from_module has none
         if self.is_module and extract_as == "state_dict":
             self._adjust_to(model.state_dict(keep_vars=True))
         self._num_parameters = sum(map(len, self._parameters))
@@ -247,8 +248,8 @@ class ModelTensors:
 
     def is_stale(self) -> bool:
         """Whether the model may have its tensors elsewhere now: a module was replaced, removed or added, a Parameter
-        was added, or a mapping inside a mapping was replaced. Added buffers do not count, because some modules add one
-        at their first call."""
+        was added, or a mapping or an object with arrays inside a mapping was replaced. Added buffers do not count,
+        because some modules add one at their first call."""
         if sum(map(len, self._parameters)) != self._num_parameters:
             return True
         for now, then in self._children:  # this runs at every update, and a generator would take twice as long
@@ -259,9 +260,9 @@ class ModelTensors:
 
 class Plan:
     """The tensors that an update writes, in order: names, locations in the model, shapes, dtypes and sizes in bytes.
-    ``ties`` are pairs of positions that are one tensor, ``overlaps`` groups of positions that may share memory in part.
-    ``memory`` knows where the tensors were last time. For a layout, ``order`` has the index of each tensor's view in
-    the slab, and ``states`` the names of extra state, each with the index of its view."""
+    ``ties`` are pairs of positions that are one tensor in the model, ``overlaps`` groups of positions of which some may
+    be views of others. ``memory`` knows where the tensors were last time. For a layout, ``order`` has the index of each
+    tensor's view in the slab, and ``states`` the names of extra state, each with the index of its view."""
 
     order: Sequence[int] = ()
     states: Sequence[tuple[str, int]] = ()
@@ -351,7 +352,9 @@ class BoundModel:
 
     Attributes:
         plans: the plans of the latest layouts, by digest; :meth:`refresh` makes a new dict.
-        may_lie_in_slabs, tensors_in_slabs: whether tensors of the model may lie in a slab, and the tensors that do.
+        may_lie_in_slabs: whether tensors of the model may lie in a slab.
+        tensors_in_slabs: the tensors that got memory in a slab. Since then they may have got other memory, or the model
+            may have replaced them.
         last_repointing: how the last update was written, if it gave tensors their memory in a slab.
     """
 
@@ -504,7 +507,7 @@ def _has_memory_of(mapping: MutableMapping[str, Any], key: str, tensor: torch.Te
 
 
 def _overlapping(tensors: list[Any]) -> list[list[int]]:
-    """Groups, by position, of tensors that may share memory, but not all of it: some may be views of others."""
+    """Groups, by position, of tensors that may share memory, but are not one: some may be views of others."""
     in_memory = [i for i, tensor in enumerate(tensors) if type(tensor) in PLAIN and lies_in_memory(tensor)]
     groups: list[list[int]] = []
     end_of_group = 0

@@ -136,8 +136,8 @@ class Hold(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """An update: ``apply`` writes the models, then the gate calls ``done``. While it is applied, ``frame`` and
-    ``thread`` are those of :meth:`Gate.try_apply`."""
+    """An update: ``apply`` writes the models, then the gate calls ``done``. :meth:`Gate.try_apply` says when it does so
+    for an update that was given to it. While an update is applied, ``frame`` and ``thread`` are those of that call."""
 
     apply: Callable[[], None]
     done: Callable[[BaseException | None], None]
@@ -262,7 +262,7 @@ class Gate:
         return list(methods.values())
 
     def detach(self, handles: Sequence[Handle] | None = None) -> None:
-        """Remove these hooks and wrapped methods; None: all of this gate. Calls under way count until they return."""
+        """Remove these hooks and methods' wrappers; None: all of this gate. Calls under way count until they return."""
         with self._mutex:
             removed = self._handles if handles is None else handles
             self._handles = [handle for handle in self._handles if handle not in removed]
@@ -299,7 +299,7 @@ class Gate:
             if self._readers or self._applying is not None:
                 self._sweep()
             while self._pending is not None and self.try_apply():
-                pass  # another thread may have offered another one meanwhile
+                pass  # another one may have been offered meanwhile, by `done` or in another thread
 
     def try_apply(self, given: Writer | None = None) -> bool:
         """Apply the given update in this thread, if there is no reader and no other update; None: the pending one, if

@@ -119,8 +119,8 @@ class WeightStrategy:
     def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
         """Apply weights to a model at once, as TorchRL documents.
 
-        If a subclass overrides this, each update calls it instead of the whole-or-nothing copy. If it raises then, the
-        model stays as it left it.
+        If a subclass overrides this, each update calls the override instead of the whole-or-nothing copy. If the
+        override raises, the model stays as the override has left it.
 
         Args:
             destination: ``nn.Module``, TensorDict, dict, NumPy array, or an object whose attributes are arrays.
@@ -203,7 +203,7 @@ class Binding:
         cast: convert dtypes that differ, instead of refusing them.
         inplace: copy into the model's own memory (default), or give its tensors new memory.
         repoints: give a module's Parameters their memory in a slab, until the next update. The attribute of this name
-            says whether this model allows it.
+            says whether they may get it: only if the model allows that, and nothing replaces the copy or ``convert``.
         selection: which of the model's tensors updates write; None: all.
         apply: called with each update's weights instead of copying them (a scheme's or strategy's overridden
             ``apply_weights``). It may keep the TensorDict that it gets.
@@ -290,7 +290,8 @@ class Binding:
     def tensors_of(self, layout: Layout) -> list[list[torch.Tensor]]:
         """For each entry of a layout that was applied, the model's tensors that have its value: several if the sender's
         are tied and the model's are not, none if it is extra state or the selection leaves it out. There must be a
-        model. Raises SchemaMismatch if that does not hold the sent bytes, because they were converted or cast."""
+        model. Raises SchemaMismatch if these may not hold the sent bytes: the strategy converts, the model casts, or an
+        ``apply_weights`` of the user's writes it."""
         assert self.bound is not None
         if self._custom_apply is not None:
             raise SchemaMismatch("it has an apply_weights of its own")
@@ -317,7 +318,8 @@ class Binding:
         return self._cache.get(slab)
 
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
-        """Convert and check weights that are not in a slab, and whose layout was not checked. There must be a model."""
+        """As :meth:`prepare`, for tensors and values whose layout may not have been checked, so that they may not fit
+        at all. There must be a model."""
         assert self.bound is not None
         if self._converts:
             flat = FlatWeights(self._convert(nest(flat.tensors, flat.values)), flat.values)

@@ -54,7 +54,8 @@ class ModelUpdate(Prepared):
 
     Args:
         plan, sources: the model's tensors to write, in order, and the value of each.
-        states, values: extra state by name: tensors, and msgpack values.
+        states: extra state that is a tensor, by name.
+        values: msgpack values, by name: other extra state, and entries of a mapping that are not tensors.
         slab: Parameters may get their memory in it; None: they may not.
         pieces: the new bytes of each tensor, if copying them is all that any version in this slab takes; else None.
 
@@ -287,8 +288,8 @@ class CustomUpdate(Prepared):
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
-    """Prepare an update from weights that are not in a slab. It writes the weights that the model's selection chooses.
-    Raises SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
+    """Prepare an update from tensors and values. It writes those that the model's selection chooses. Raises
+    SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
     tensors = model.selection.chosen_items({dotted(p): t for p, t in flat.tensors.items()})
     for name, tensor in tensors.items():
         check_source(name, tensor)

@@ -66,7 +66,7 @@ class RelayMachine(Relaying):
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
-        # The targets that the update under way has replaced (with slots, none yet); None: no update is under way.
+        # The targets that the update which is passed on now has replaced (with slots, none yet); None: there is none.
         self._replaced: Replaced | None = None
         self._reported: dict[int, RelayedWorker] = {}  # the last report of each worker
         self._fully_reported: tuple[Epoch | None, int] | None = None  # the session that got a report of all workers
@@ -165,7 +165,7 @@ class RelayMachine(Relaying):
             self._downstream.packed()
 
     def ended(self, update: IncomingUpdate) -> None:
-        """The update is complete, or it never will be."""
+        """The update is complete; or it never will be, because the connection ended or a newer one has come."""
         replaced, self._replaced = self._replaced, None
         if replaced is None:
             return

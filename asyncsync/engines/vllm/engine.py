@@ -76,7 +76,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return init_dict
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Connect to the sender, and load its version. Keep the connection, if all ranks have one to this sender."""
+        """Connect to the sender, and load its version. Keep the connection, if all ranks have one for this info."""
         self._ranks.begin()
         started, info, problem = time.monotonic(), None, ""
         seconds = InitInfo.timeout
@@ -133,8 +133,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _agree_on_connection(self, info: InitInfo | None, deadline: float) -> tuple[bool, str]:
         """Returns whether all ranks keep their connections, and the address of this host's relay, or ``""``.
 
-        The first rank of a host opens a relay, which receives into shared memory for all ranks there. It does not if
-        each rank has a key of its own, or with scheme "shared", because the ranks then read the sender's memory.
+        With scheme "zmq" or "auto", the first of several ranks on a host opens a relay, which receives into shared
+        memory for all of them, unless each rank has a key of its own. With "shared", they read the sender's memory.
         """
         here = this_process()
         is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
@@ -247,7 +247,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _go_back(self, previous: Any, error: Exception | None) -> None:
         """Load the version before. Raises EngineLost if that fails."""
         try:
-            # Half-loaded layers would load the weights that they have got so far. Clear these: they keep their tensors.
+            # Half-loaded layers would load the weights that they have got so far. Without these, they get back the
+            # tensors that they had.
             for layer in self.model.modules():
                 info = get_layerwise_info(layer)
                 info.loaded_weights.clear()

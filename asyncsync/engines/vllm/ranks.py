@@ -50,8 +50,9 @@ class Ranks:
         return self._ask_store(lambda store: self._exchange(store, key, text, deadline), deadline) or {}
 
     def vote(self, problem: str, deadline: float) -> dict[int, str]:
-        """Vote with this rank's problem; ``""``: it has none. Returns the problems of all ranks, the same on each; if
-        there are none, all ranks go on. A rank that has not voted by the deadline has a problem, too."""
+        """Vote with this rank's problem; ``""``: it has none. Returns the problems of all ranks; if there are none, all
+        ranks go on. A rank that has not voted by the deadline has a problem, too; so has one that cannot reach the
+        store, and it returns only its own."""
         if self.size == 1:
             return {self.rank: problem} if problem else {}
         key = self._next_key()
@@ -93,7 +94,7 @@ class Ranks:
         keys = {rank: f"{key}{rank}" for rank in range(self.size)}
         pause = 0.001
         while not store.check([*keys.values()]) and time.monotonic() < deadline:
-            time.sleep(pause)  # not store.wait(), because some stores do not work any more after it has timed out
+            time.sleep(pause)  # not store.wait(): stores raise different errors, and some cannot be used after one
             pause = min(2 * pause, 0.02)
         return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
 
