@@ -76,7 +76,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return init_dict
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Connect to the sender, and load its version. Keep the connection, if all ranks have one for this info."""
+        """Connect to the sender, and load its version. Keep connections that all ranks have made with this info."""
         self._ranks.begin()
         started, info, problem = time.monotonic(), None, ""
         seconds = InitInfo.timeout
