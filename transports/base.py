@@ -288,7 +288,7 @@ class Destination:
         buffer = None
         if self.weights is not None:
             own = ModelTensors(self.weights, "tensordict")
-            entries = {name: own.get(name) for name in own.owners}
+            entries = {name: own.get(name) for name in own.locations}
             buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
             check_fit(buffer, sent, "the buffer that was passed as weights=")
             if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:

@@ -1,6 +1,6 @@
-"""The ``asyncsync bench`` command: its options, the table, the JSON, and which scheme to take.
+"""The ``asyncsync bench`` command: it prints a table, advises which scheme to use, and writes JSON.
 
-taken = best(figures, nbytes=64 << 10, network=False)
+figure = best(figures, nbytes=64 << 10, network=False)
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from asyncsync.bench.measure import Figure, WorkerDied, measure
 from asyncsync.commands.options import CommandFailed, count, writable
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-CLOSE = 1.1  # of schemes whose times differ by less, noise picks the fastest: take the first of the table
+CLOSE = 1.1  # if times differ by a smaller factor, noise decides which is the fastest: take the table's first of them
 PLACES = {"host": "on this host", "network": "on other hosts"}
 
 
 def sizes(text: str) -> list[int]:
-    """Bytes of each, from ``"64KiB,16MiB"``."""
+    """The bytes of each size in a text such as ``"64KiB,16MiB"``."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)", part.strip())
         if match is None or int(match[1]) == 0:
-            raise argparse.ArgumentTypeError(f"{part.strip()!r} is no size; write it as 64KiB or 16MiB")
+            raise argparse.ArgumentTypeError(f"{part.strip()!r} is not a size; write it as 64KiB or 16MiB")
         found.append(int(match[1]) * UNITS[match[2]])
     return found
 
 
 def size(nbytes: int) -> str:
-    """``"64 KiB"``."""
+    """The size as a text, such as ``"64 KiB"``."""
     unit = max((name for name, value in UNITS.items() if nbytes % value == 0), key=UNITS.__getitem__)
     return f"{nbytes // UNITS[unit]} {unit}"
 
 
 def best(figures: Sequence[Figure], nbytes: int, network: bool) -> Figure:
-    """The fastest that reaches the workers; of those that are about as fast, the first."""
-    reach = [figure for figure in figures if figure.nbytes == nbytes and (figure.network or not network)]
-    fastest = min(figure.wall_ms for figure in reach)
-    return next(figure for figure in reach if figure.wall_ms <= CLOSE * fastest)
+    """The fastest scheme that reaches the workers; of schemes that are about as fast, the table's first."""
+    reaching = [figure for figure in figures if figure.nbytes == nbytes and (figure.network or not network)]
+    fastest = min(figure.wall_ms for figure in reaching)
+    return next(figure for figure in reaching if figure.wall_ms <= CLOSE * fastest)
 
 
 def advice(figures: Sequence[Figure], workers: int, reach: str) -> list[str]:
-    """Sentences: which scheme to take for these workers."""
+    """Sentences that say which scheme to use for these workers."""
     network = reach == "network"
-    taken = {nbytes: best(figures, nbytes, network) for nbytes in dict.fromkeys(one.nbytes for one in figures)}
+    chosen = {nbytes: best(figures, nbytes, network) for nbytes in dict.fromkeys(figure.nbytes for figure in figures)}
     to = f"to {workers} {'worker' if workers == 1 else 'workers'} {PLACES[reach]}"
-    names = {figure.name for figure in taken.values()}
+    names = {figure.name for figure in chosen.values()}
     if len(names) == 1:
-        found = [f"Take {names.pop()}: the fastest {to}."]
+        sentences = [f"Take {names.pop()}: the fastest {to}."]
     else:
-        found = [f"Take {figure.name} for {size(nbytes)}: the fastest {to}." for nbytes, figure in taken.items()]
+        sentences = [f"Take {figure.name} for {size(nbytes)}: the fastest {to}." for nbytes, figure in chosen.items()]
     if network:
-        found.append("All of it was measured on this host. A real network adds the time that the bytes take there.")
+        sentences.append("All of it was measured on this host. A real network adds the time that the bytes take there.")
     else:
-        found.append("If workers run on other hosts, too, ask again with --reach network.")
-    return found
+        sentences.append("If workers run on other hosts, too, ask again with --reach network.")
+    return sentences
 
 
 def table(figures: Sequence[Figure]) -> list[list[str]]:
     """Rows of cells, the head first."""
     rows = [["size", "scheme", "ms", "CPU ms", "reaches workers on"]]
-    for one in figures:
-        reach = "other hosts, too" if one.network else "this host"
-        rows.append([size(one.nbytes), one.name, f"{one.wall_ms:.2f}", f"{one.cpu_ms:.2f}", reach])
+    for figure in figures:
+        reach = "other hosts, too" if figure.network else "this host"
+        rows.append([size(figure.nbytes), figure.name, f"{figure.wall_ms:.2f}", f"{figure.cpu_ms:.2f}", reach])
     return rows
 
 
@@ -102,9 +102,9 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write; returns the exit code. Raises CommandFailed: a worker has died."""
+    """Measure, print and write; returns the exit code. Raises CommandFailed if a worker has died."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the workers: there are often more processes than cores
+    torch.set_num_threads(1)  # as in the workers, because there are often more processes than cores
     try:
         figures = asyncio.run(measure(options.workers, options.size, _progress))
     except WorkerDied as died:

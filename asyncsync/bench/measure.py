@@ -1,4 +1,4 @@
-"""Sends updates to worker processes over each scheme, and measures wall time and CPU time.
+"""Send updates to worker processes over each scheme, and measure wall time and CPU time.
 
 figures = asyncio.run(measure(workers=2, sizes=[64 << 10], progress=print))
 """
@@ -32,12 +32,12 @@ from asyncsync import (
 from asyncsync.errors import WeightSyncError
 from asyncsync.runtime.threads import sigint_blocked
 
-PATIENCE = 60.0  # seconds that a worker may take to start, and an update to arrive
-ENDING_SECONDS = 1.0  # that a process may take to end after its pipe has
-SECONDS = 0.4  # of updates, for each scheme and size
-FEWEST, MOST = 5, 300  # updates, for each scheme and size
-WARM = 3  # updates before those that are counted
-PAUSE = 1e-3  # seconds between two updates: a trainer trains between them
+PATIENCE = 60.0  # seconds for a worker to connect, and for an update to be applied
+ENDING_SECONDS = 1.0  # that a process may take to end after its pipe was closed
+SECONDS = 0.4  # send updates for so long, for each scheme and size
+FEWEST, MOST = 5, 300  # updates to measure, for each scheme and size
+WARM = 3  # updates to send before, which are not measured
+PAUSE = 1e-3  # seconds between two updates, because a trainer trains between them
 
 
 class WorkerDied(Exception):
@@ -49,11 +49,11 @@ class Candidate:
     """A scheme that can be measured.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
         scheme: its class.
-        network: it reaches workers on other hosts, too.
-        tcp: the trainer binds a tcp port of this host.
-        available: this machine has what the scheme needs.
+        network: whether it reaches workers on other hosts, too.
+        tcp: whether the trainer binds a tcp port of this host.
+        available: whether this machine has what the scheme needs.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Candidate:
     available: bool = True
 
     def new(self, workers: int) -> WeightSyncScheme:
-        """A scheme of the trainer's that has not been connected."""
+        """A new scheme for the trainer, not connected yet."""
         options: dict[str, Any] = {"num_workers": workers}
         if self.tcp:
             with socket.socket() as probe:
@@ -92,14 +92,13 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Figure:
-    """What one update cost: from ``send_async`` until every worker had applied it.
+    """The cost of one update, from ``send_async`` until every worker has applied it.
 
     Attributes:
-        name: the candidate's.
-        network: it reaches workers on other hosts, too.
-        nbytes: of the weights.
-        wall_ms: median.
-        cpu_ms: of the trainer and all workers together, mean.
+        name, network: as of the :class:`Candidate`.
+        nbytes: the size of the weights.
+        wall_ms: wall time, the median.
+        cpu_ms: CPU time of the trainer and all workers together, the mean.
         updates: how many were measured.
     """
 
@@ -118,7 +117,8 @@ async def measure(workers: int, sizes: Sequence[int], progress: Callable[[str], 
         WorkerDied: a worker process has ended.
     """
     figures = []
-    # What ends the measurement ends the workers before the scheme: one that still connects would show a traceback.
+    # In this order, a failure ends the workers before the scheme, because a worker that is still connecting would
+    # otherwise print a traceback.
     async with AsyncExitStack() as connected, _started(workers) as processes:
         for nbytes in sizes:
             for candidate in CANDIDATES:
@@ -159,7 +159,7 @@ async def _measure(
 
 
 async def _cpu_seconds(pipes: list[Connection]) -> float:
-    """Of this process and the workers so far, all threads."""
+    """The CPU time of this process and the workers so far, in all threads."""
     total = time.process_time()
     for pipe in pipes:
         pipe.send("cpu")
@@ -182,25 +182,25 @@ class _Weights(nn.Module):
 
 @asynccontextmanager
 async def _started(workers: int) -> AsyncIterator[dict[SpawnProcess, Connection]]:
-    """So many worker processes, with a pipe to each. They end with the block. If one has ended before, what fails for
-    that raises WorkerDied."""
+    """Start worker processes, with a pipe to each, and kill them at the block's end. If the block fails because one has
+    ended, raises WorkerDied instead."""
     context = get_context("spawn")
     processes: dict[SpawnProcess, Connection] = {}
     try:
         for index in range(workers):
             ours, theirs = Pipe()
             process = context.Process(target=_worker, args=(index, theirs), name=f"worker {index}", daemon=True)
-            with theirs, sigint_blocked():  # Ctrl-C goes to every process, and the trainer ends the workers
+            with theirs, sigint_blocked():  # Ctrl-C reaches every process, but the trainer shall end the workers
                 process.start()
             processes[process] = ours
         for pipe in processes.values():
-            await _answer(pipe)  # it has imported torch
+            await _answer(pipe)  # "ready": it has imported torch
         yield processes
     except (WeightSyncError, EOFError, OSError):
         ended = wait([process.sentinel for process in processes], ENDING_SECONDS)
         for process in (one for one in processes if one.sentinel in ended):
             process.join()
-            raise WorkerDied(f"{process.name} {_ending(process.exitcode or 0)}") from None
+            raise WorkerDied(f"{process.name} {_exit_text(process.exitcode or 0)}") from None
         raise
     finally:
         for process in processes:
@@ -210,12 +210,12 @@ async def _started(workers: int) -> AsyncIterator[dict[SpawnProcess, Connection]
             pipe.close()
 
 
-def _ending(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
 
 
 def _worker(index: int, pipe: Connection) -> None:
-    """What a worker process runs. It ends with the trainer, whose end of the pipe is closed then."""
+    """The program of a worker process. It ends with the trainer, because that closes the other end of the pipe."""
     torch.set_num_threads(1)
     asyncio.run(_serve(index, pipe))
 

@@ -1,4 +1,4 @@
-"""``asyncsync fetch``: a trainer's current weights, in a file."""
+"""``asyncsync fetch``: save a trainer's current weights in a file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncsync.bus.worker import guest_link
 from asyncsync.commands.options import (
     CommandFailed,
     add_sender,
-    as_options,
     credentials_of,
     need,
     positive,
     safetensors_file,
+    with_option_names,
 )
 from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.keys import Credentials
@@ -34,7 +34,7 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import Epoch
 
-PATIENCE = 3.0  # seconds until this says what it waits for
+PATIENCE = 3.0  # seconds after which the command says what it waits for
 
 
 class Snapshot(NamedTuple):
@@ -46,45 +46,46 @@ class Snapshot(NamedTuple):
 
 
 class Guest:
-    """A guest of one sender, on the running loop. A shared-memory transport takes chunks as well. To be shut down."""
+    """A guest of one sender, on the running loop. With a shared-memory ``transport`` it receives chunks, too. Shut down
+    its ``link`` in the end."""
 
     def __init__(self, sender: str, transport: Carrier, credentials: Callable[[], Credentials] | None = None) -> None:
         self.link = guest_link(sender, transport, Settings(), "guest", credentials)
 
     async def weights(self, timeout: float) -> dict[str, Snapshot]:
-        """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
-        none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
-        let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
+        """The newest weights of each model that has some, by the model's name ("" for one without a name). Raises
+        NotConnected if they do not arrive within the timeout, and at once if the sender refuses this guest's key;
+        ClosedError or Fenced if the sender has turned this guest away."""
         machine, dialer = self.link.machine, self.link.whereabouts
         session = machine.session
 
-        def have_come() -> bool:
+        def have_arrived() -> bool:
             return any(session.served.values()) and all(map(machine.is_connected, session.served))
 
-        def is_over() -> bool:
+        def is_turned_away() -> bool:
             return session.ended is not None or (dialer.is_refused and not dialer.has_other_endpoints)
 
-        in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
+        in_time = await self.link.wait(lambda: have_arrived() or is_turned_away(), timeout)
         if session.ended is not None:
             raise type(session.ended)(*session.ended.args)
-        if not have_come():
+        if not have_arrived():
             late = "" if in_time else f" after {timeout:g} s"
             raise NotConnected(f"no weights from {dialer.endpoint}{late}: {self.why()}")
-        found = {}
+        snapshots = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
             shown = self.link.newest_shown([model_id]).shown
-            found[model_id] = await self.link.copy_held(model_id, partial(Snapshot, shown.version, shown.metadata))
-        return found
+            snapshots[model_id] = await self.link.copy_held(model_id, partial(Snapshot, shown.version, shown.metadata))
+        return snapshots
 
     def why(self) -> str:
-        """For people: why there are no weights yet."""
+        """A sentence for the user: why there are no weights yet."""
         machine = self.link.machine
         if self.link.whereabouts.why:
             return self.link.whereabouts.why
         if not machine.session.online:
             return "there is no connection: is the sender running, and is this its address?"
         if not machine.session.welcomed:
-            return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
+            return "it has stopped, or it has no version yet, like a relay that has not reached its trainer"
         if machine.holdings.error:
             return "; ".join(str(error) for _, error, _ in machine.holdings.error.values())
         if not any(machine.session.served.values()):
@@ -119,45 +120,45 @@ def _run(options: argparse.Namespace) -> int:
 
     async def get() -> tuple[Epoch | None, dict[str, Snapshot]]:
         guest = Guest(options.endpoint, SharedMemTransport(), credentials)
-        waiting = asyncio.get_running_loop().call_later(PATIENCE, _tell, guest)
+        notice = asyncio.get_running_loop().call_later(PATIENCE, _print_notice, guest)
         try:
-            found = await guest.weights(options.timeout)
-            return guest.link.machine.session.epoch, found
+            snapshots = await guest.weights(options.timeout)
+            return guest.link.machine.session.epoch, snapshots
         finally:
-            waiting.cancel()
+            notice.cancel()
             await guest.link.shutdown()
 
     try:
         with asyncio.Runner() as runner:
-            epoch, found = runner.run(get())
-        name = _chosen(found, options.model)
-        snapshot = found[name]
+            epoch, snapshots = runner.run(get())
+        name = _chosen_model(snapshots, options.model)
+        snapshot = snapshots[name]
         tensors = {dotted(path): tensor for path, tensor in snapshot.slab.tensors().items()}
         write(options.out, tensors, _metadata(name, epoch, snapshot))
     except (WeightSyncError, ValueError, OSError) as error:
-        raise CommandFailed(as_options(error)) from error
+        raise CommandFailed(with_option_names(error)) from error
     size = f"{len(tensors)} tensors, {snapshot.slab.nbytes:,} bytes"
     print(f"{options.out}: version {snapshot.version} of {name or 'the model'}, {size}")
     return 0
 
 
-def _tell(guest: Guest) -> None:
-    print(f"asyncsync fetch: waiting: {as_options(guest.why())}", file=sys.stderr, flush=True)
+def _print_notice(guest: Guest) -> None:
+    print(f"asyncsync fetch: waiting: {with_option_names(guest.why())}", file=sys.stderr, flush=True)
 
 
-def _chosen(found: dict[str, Snapshot], wanted: str | None) -> str:
-    names = ", ".join(repr(name) for name in sorted(found))
-    if wanted is None and len(found) == 1:
-        return next(iter(found))
+def _chosen_model(snapshots: dict[str, Snapshot], wanted: str | None) -> str:
+    names = ", ".join(repr(name) for name in sorted(snapshots))
+    if wanted is None and len(snapshots) == 1:
+        return next(iter(snapshots))
     if wanted is None:
         raise CommandFailed(f"the trainer has several models: choose one with --model, of {names}")
-    if wanted not in found:
+    if wanted not in snapshots:
         raise CommandFailed(f"the trainer has no weights of {wanted!r}, but of {names}")
     return wanted
 
 
 def _metadata(name: str, epoch: Epoch | None, snapshot: Snapshot) -> dict[str, str]:
-    """Texts, as the format has it: what is no text is JSON, as far as that can tell it."""
+    """The file's metadata. The format allows only texts, so other values become JSON, as far as possible."""
     values = unpack_values(snapshot.slab.values, snapshot.slab.layout)
     texts = {"format": "pt", "model_id": name, "version": str(snapshot.version), "epoch": json.dumps(epoch)}
     if snapshot.metadata:
@@ -168,13 +169,13 @@ def _metadata(name: str, epoch: Epoch | None, snapshot: Snapshot) -> dict[str, s
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
-    return json.dumps(_with_texts(values), default=repr)
+    return json.dumps(_json_value(values), default=repr)
 
 
-def _with_texts(value: Any) -> Any:
-    """The same, with keys as JSON has them, and lists in place of tensors and arrays."""
+def _json_value(value: Any) -> Any:
+    """The value with texts as keys, and with lists in place of tensors and arrays."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else repr(key): _with_texts(inner) for key, inner in value.items()}
-    return [_with_texts(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key if isinstance(key, str) else repr(key): _json_value(inner) for key, inner in value.items()}
+    return [_json_value(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""``asyncsync keygen``: the certificates of a sender and of its clients."""
+"""``asyncsync keygen``: make the certificates of a sender and its clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare the command."""
     keygen = add_parser(
         "keygen",
-        help="make the keys with which a sender and its receivers know each other and encrypt",
+        help="make keys, so that a sender and its receivers recognise each other and encrypt",
         description=f"Make CURVE certificates in the format of zmq.auth:\n\n{LAYOUT}\nNever overwrites a file. "
         "Run it again to add clients: a running sender lets them in without a restart.",
         epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments.",
@@ -57,9 +57,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def make(directory: Path, clients: list[Client]) -> str:
-    """Make these clients' certificates, and the server's unless it is there and there are clients to add; returns what
-    is to be done with them. Raises FileExistsError, with nothing written: one is there; NotConnected: there is no CURVE
-    here, or others may write to one of the folders."""
+    """Make these clients' certificates. Make the server's, too, unless it exists and there are clients to add. Returns
+    instructions for the user. Raises FileExistsError, with nothing written, if one exists; NotConnected if this machine
+    has no CURVE, or if other users may write to one of the folders."""
     public, secret = directory / "clients", directory / "client_secrets"
     server = directory / "server.key"
     is_new = not (server.exists() and clients)
@@ -78,15 +78,15 @@ def make(directory: Path, clients: list[Client]) -> str:
         folder.mkdir(mode=0o700, parents=folder is directory, exist_ok=True)
         check_writers(str(folder), folder.stat().st_mode)
     write_new(secrets, mode=0o600)
-    write_new(publics, mode=0o644)  # last: what is listed there is let in
-    return _told(directory, clients, is_new=is_new)
+    write_new(publics, mode=0o644)  # last, because the sender lets in each client that is listed there
+    return _instructions(directory, clients, is_new=is_new)
 
 
-def _told(directory: Path, clients: list[Client], *, is_new: bool) -> str:
-    there = "" if is_new else " (existed already)"
+def _instructions(directory: Path, clients: list[Client], *, is_new: bool) -> str:
+    existed = "" if is_new else " (existed already)"
     lines = [
-        f"{directory}/server.key{there}: copy it to every host with receivers, which give it as server_key=",
-        f"{directory}/server.key_secret{there}: stays here; the sender gives it as server_key=",
+        f"{directory}/server.key{existed}: copy it to every host with receivers, which give it as server_key=",
+        f"{directory}/server.key_secret{existed}: stays here; the sender gives it as server_key=",
         f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in every client in it",
     ]
     for name, workers in clients:
@@ -109,7 +109,7 @@ def _workers(text: str) -> int:
 def _client(text: str) -> Client:
     name, is_limited, workers = text.partition("=")
     if not NAME.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, '_', '-' and '.' make one")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a name: use letters, digits, '_', '-' and '.'")
     try:
         return name, parse_workers(workers) if is_limited else Workers()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the commands' options have in common: checks of their values, and of optional libraries."""
+"""Shared by the commands: checks of options and of optional libraries, and the options for a sender."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncsync.net.keys import Credentials, KeyFiles, check_addresses
 
 
 class CommandFailed(Exception):
-    """The command cannot do what it was asked for: the reason, in one line. Its exit code is 1."""
+    """The command cannot do its work; the message is the reason, in one line. Its exit code is 1."""
 
 
 def need(extra: str, *libraries: str) -> None:
-    """Check that optional libraries are there, before anything is started. Raises CommandFailed: names those that are
-    not, and the extra that installs them."""
+    """Check that optional libraries are installed, before anything is started. Raises CommandFailed, which names the
+    missing ones and the extra that installs them."""
     missing = []
     for library in libraries:
         try:
@@ -56,7 +56,7 @@ def positive(text: str) -> float:
 
 
 def writable(text: str) -> str:
-    # Now, not after minutes of work.
+    # Check it now, not after minutes of work.
     if not os.access(Path(text).absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write there: {Path(text).absolute().parent}")
     return text
@@ -76,18 +76,19 @@ def endpoint(text: str, *, allow_plaintext: bool = False) -> str:
 
 
 def add_sender(parser: argparse.ArgumentParser, client_key: str) -> None:
-    """The options of a command that connects to a sender; ``client_key``: which key it needs."""
+    """Add the options of a command that connects to a sender. ``client_key``: the help for its key."""
     sender = partial(endpoint, allow_plaintext=True)
     parser.add_argument(
-        "endpoint", type=sender, metavar="ENDPOINT", help="the same that the workers are given, tcp://HOST:PORT"
+        "endpoint", type=sender, metavar="ENDPOINT", help="the same as for the workers, tcp://HOST:PORT"
     )
     parser.add_argument("--server-key", metavar="FILE", help="the sender's public certificate, if it uses keys")
     parser.add_argument("--client-key", metavar="FILE", help=client_key)
 
 
 def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | None:
-    """What to connect with. Raises CommandFailed: only one of the keys was given, or there is none to be had."""
-    logging.getLogger("asyncsync").addHandler(logging.NullHandler())  # a command says what it has to say by itself
+    """A function that returns the keys to connect with; None: no keys were given. Raises CommandFailed if only one of
+    the two was given, if they do not suit the address, or if they cannot be read."""
+    logging.getLogger("asyncsync").addHandler(logging.NullHandler())  # the command prints its own messages
     try:
         keys = KeyFiles.given(options.server_key, None, options.client_key)
         if keys is None:
@@ -95,11 +96,11 @@ def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | N
         check_addresses(keys, None, options.endpoint, allow_plaintext=True)
         keys.read_for_receiver(0)
     except (ValueError, NotConnected) as error:
-        raise CommandFailed(as_options(error)) from error
+        raise CommandFailed(with_option_names(error)) from error
     return partial(keys.read_for_receiver, 0)
 
 
-def as_options(error: Exception | str, server_key: str = "--server-key") -> str:
-    """What an error says, in the words of the command line instead of Python's."""
+def with_option_names(error: Exception | str, server_key: str = "--server-key") -> str:
+    """The error's message, with the names of options in place of Python's arguments."""
     text = str(error).replace("server_key=", server_key).replace("client_key=", "--client-key")
     return text.replace("clients=", "--clients").replace("allow_plaintext=True", "--allow-plaintext")

@@ -1,4 +1,4 @@
-"""``asyncsync relay``: one subscription, passed on to the workers of a host, or of a branch of a tree."""
+"""``asyncsync relay``: connect once to a trainer, and pass its weights on to the workers of a host or of a subtree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from asyncsync.commands.options import CommandFailed, as_options, need, safetensors_file
+from asyncsync.commands.options import CommandFailed, need, safetensors_file, with_option_names
 from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.keys import KeyFiles, check_addresses
 
@@ -48,22 +48,22 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run)
 
 
-def _above(options: argparse.Namespace) -> KeyFiles | None:
+def _upstream_keys(options: argparse.Namespace) -> KeyFiles | None:
     try:
-        above = KeyFiles.given(options.server_key, None, options.client_key)
-        check_addresses(above, None, options.upstream, allow_plaintext=options.allow_plaintext)
+        keys = KeyFiles.given(options.server_key, None, options.client_key)
+        check_addresses(keys, None, options.upstream, allow_plaintext=options.allow_plaintext)
     except ValueError as error:
-        raise CommandFailed(f"--upstream: {as_options(error)}") from error
-    return above
+        raise CommandFailed(f"--upstream: {with_option_names(error)}") from error
+    return keys
 
 
-def _below(options: argparse.Namespace) -> KeyFiles | None:
+def _downstream_keys(options: argparse.Namespace) -> KeyFiles | None:
     try:
-        below = KeyFiles.given(options.bind_key, options.clients, None)
-        check_addresses(below, options.bind, None, allow_plaintext=options.allow_plaintext)
+        keys = KeyFiles.given(options.bind_key, options.clients, None)
+        check_addresses(keys, options.bind, None, allow_plaintext=options.allow_plaintext)
     except ValueError as error:
-        raise CommandFailed(f"--bind: {as_options(error, '--bind-key')}") from error
-    return below
+        raise CommandFailed(f"--bind: {with_option_names(error, '--bind-key')}") from error
+    return keys
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -72,16 +72,15 @@ def _run(options: argparse.Namespace) -> int:
     from asyncsync.relay.process import Relay, run
 
     try:
-        above, below = _above(options), _below(options)
+        upstream, downstream = _upstream_keys(options), _downstream_keys(options)
         if options.shared and not options.bind.startswith("ipc://"):
             raise ValueError(f"--shared is for workers of this host: --bind ipc:///absolute/path, not {options.bind}")
         if options.keep is not None:
             need("cli", "safetensors")
         keep = None if options.keep is None else Path(options.keep)
-        credentials = None if above is None else partial(above.read_for_receiver, 0)
-        make = partial(
-            Relay, options.upstream, options.bind, shared=options.shared, keep=keep, credentials=credentials, keys=below
-        )
+        credentials = None if upstream is None else partial(upstream.read_for_receiver, 0)
+        addresses = options.upstream, options.bind
+        make = partial(Relay, *addresses, shared=options.shared, keep=keep, credentials=credentials, keys=downstream)
 
         def ready(relay: Relay) -> None:
             kept = f", keeping {keep}" if keep is not None else ""

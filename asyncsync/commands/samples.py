@@ -1,4 +1,4 @@
-"""What ``asyncsync top`` has seen: the last reports of one sender, and rates over them."""
+"""The last reports of one sender, and rates over them, for ``asyncsync top``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WINDOW = 5.0  # seconds over which rates are taken
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second, over the last seconds; None: not known yet.
+    """Rates per second, over the last :data:`WINDOW` seconds; None: not known yet.
 
     Attributes:
-        versions: published.
-        sent: bytes, to all workers.
-        workers: bytes, by worker.
+        versions: published versions.
+        sent: bytes sent to all workers.
+        workers: bytes sent to each worker, by its index.
     """
 
     versions: float | None
@@ -28,12 +28,12 @@ class Rates:
 
 
 class Samples:
-    """The reports of one sender, as they come.
+    """Collects the reports of one sender.
 
     Attributes:
-        endpoint: where it is.
-        interval: seconds between two of them.
-        failure: why the last question was not answered; empty: it was.
+        endpoint: the sender's address.
+        interval: seconds between two reports.
+        failure: why the last inquiry was not answered; empty: it was.
     """
 
     def __init__(self, endpoint: str, interval: float = 1.0) -> None:
@@ -43,9 +43,9 @@ class Samples:
         self._reports: deque[tuple[float, Report]] = deque()
 
     def add(self, report: Report, now: float) -> None:
-        """A report that has come at ``now``, by a monotonic clock."""
+        """Add a report that has arrived at ``now``, by a monotonic clock."""
         if self.last is not None and self.last.epoch != report.epoch:
-            self._reports.clear()  # another trainer: its counters begin anew
+            self._reports.clear()  # another trainer sent it, and began with new counters
         self._reports.append((now, report))
         while len(self._reports) > 2 and self._reports[1][0] <= now - WINDOW:
             self._reports.popleft()
@@ -53,15 +53,14 @@ class Samples:
 
     @property
     def last(self) -> Report | None:
-        """The newest report; None: there has been none."""
+        """The newest report; None: there is none."""
         return self._reports[-1][1] if self._reports else None
 
     def age(self, now: float) -> float:
-        """Seconds since the newest report; 0: there has been none."""
+        """Seconds since the newest report; 0: there is none."""
         return now - self._reports[-1][0] if self._reports else 0.0
 
     def rates(self) -> Rates:
-        """Over the reports that are there."""
         if len(self._reports) < 2 or self._reports[-1][0] <= self._reports[0][0]:
             return Rates(None, None, {})
         (began, first), (ended, last) = self._reports[0], self._reports[-1]
@@ -71,12 +70,13 @@ class Samples:
         for worker in last.workers:
             sent = worker.bytes_sent - before.get((worker.index, worker.pid), worker.bytes_sent)
             workers[worker.index] = max(0, sent) / seconds
-        sent = max(0, last.bytes_sent - first.bytes_sent)  # less, where a worker that had been sent much was forgotten
+        sent = max(0, last.bytes_sent - first.bytes_sent)  # the sum falls when the sender forgets a worker
         return Rates((last.version - first.version) / seconds, sent / seconds, workers)
 
 
 def as_json(samples: Samples) -> dict[str, Any]:
-    """One object, of numbers, texts, lists and objects; in seconds and bytes. Without an answer, it says only so."""
+    """A JSON object with the newest report and the rates, in seconds and bytes. If the last inquiry was not answered,
+    it says only that."""
     report, common = samples.last, {"endpoint": samples.endpoint, "time": time.time()}
     if report is None or samples.failure:
         return common | {"answered": False, "error": samples.failure}

@@ -1,4 +1,4 @@
-"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal."""
+"""The screen of ``asyncsync top``, for a terminal of any size, and its line, for an output that is no terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import textwrap
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.messages import Report, WorkerReport
@@ -20,30 +20,20 @@ if TYPE_CHECKING:
 COLOURS = {"live": "green", "slow": "yellow", "lost": "red"}
 STATES = ("lost", "slow", "live")  # the worst first
 ROLES = ("relay", "worker", "guest")
-WIDE = 120  # characters, from which on a worker's target, process and trouble have columns of their own
-NOTES = 3
-OVERDUE = 2.0  # seconds that an answer is late
+WIDE = 120  # characters: a screen of this width has columns for a worker's target, process and problem
+MAX_NOTES = 3
+OVERDUE_SECONDS = 2.0  # show that there is no answer if it is so late
 
 
-class Cut(TypedDict, total=False):
-    """How a text is kept to one line, where there are only so many; else it is wrapped."""
+def text(words: str = "", style: str = "", *, one_line: bool = False) -> Text:
+    """``one_line``: cut it if it is longer than a line; else it is wrapped."""
+    from rich.text import Text  # not at the top, because rich is optional
 
-    no_wrap: bool
-    overflow: Literal["ellipsis"]
-
-
-ONE_LINE: Cut = {"no_wrap": True, "overflow": "ellipsis"}
-
-
-def text(words: str = "", style: str = "", **cut: Unpack[Cut]) -> Text:
-    """Rich's, which is imported where something is drawn."""
-    from rich.text import Text
-
-    return Text(words, style, **cut)
+    return Text(words, style, no_wrap=one_line or None, overflow="ellipsis" if one_line else None)
 
 
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
-    """The whole screen. ``height``: lines that there are; None: as many as it takes."""
+    """The whole screen. ``height``: in lines; None: as many as it needs."""
     from rich.console import Group
 
     report = samples.last
@@ -53,26 +43,27 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
         return Group(_title(samples, width), text(), waiting, text(hint, style="dim"))
     rates = samples.rates()
     title, models = _title(samples, width), _models(report, width)
-    head: list[RenderableType] = [title, text(), _facts(report, rates), _people(report), models]
-    cut: Cut = {} if height is None else ONE_LINE
-    feet = [*_counts("refused", report.refused, cut), *_counts("dropped", report.dropped, cut)]
+    header: list[RenderableType] = [title, text(), _figures(report, rates), _worker_counts(report), models]
+    one_line = height is not None
+    footer = [*_reasons("refused", report.refused, one_line), *_reasons("dropped", report.dropped, one_line)]
     now = time.monotonic()
-    if samples.failure or samples.age(now) > samples.interval + OVERDUE:
+    if samples.failure or samples.age(now) > samples.interval + OVERDUE_SECONDS:
         why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer to come back"
-        feet.append(text(why, style="bold red", **ONE_LINE))
-        feet += [text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
-    notes = [] if width >= WIDE else _notes(report.workers, cut)
-    # The facts take two lines; one is empty above the table and one above the feet, one is the table's head.
-    room = len(report.workers) if height is None else max(1, height - len(head) - len(feet) - len(notes) - 4)
-    shown, left = _fitting(report, room)
-    below = [*([text(left, style="dim")] if left else []), *notes]
-    gap = [text()] if feet else []
-    return Group(*head, text(), _workers(report, shown, rates, wide=width >= WIDE), *below, *gap, *feet)
+        footer.append(text(why, style="bold red", one_line=True))
+        footer += [text(part, style="red", one_line=True) for part in textwrap.wrap(samples.failure, width)[:MAX_NOTES]]
+    notes = [] if width >= WIDE else _notes(report.workers, one_line)
+    # Four more lines: the figures take two, one is empty above the table and one above the footer, one is the table's
+    # head; header counts the figures as one.
+    room = len(report.workers) if height is None else max(1, height - len(header) - len(footer) - len(notes) - 4)
+    shown, others = _workers_that_fit(report, room)
+    below = [*([text(others, style="dim")] if others else []), *notes]
+    gap = [text()] if footer else []
+    return Group(*header, text(), _table(report, shown, rates, wide=width >= WIDE), *below, *gap, *footer)
 
 
 @contextlib.asynccontextmanager
-async def shown_by(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run what draws the screen, or prints the lines, until the block ends."""
+async def running(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine that draws the screen or prints lines, until the block ends."""
     task = asyncio.create_task(drawing)
     try:
         yield
@@ -83,15 +74,15 @@ async def shown_by(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def line(samples: Samples) -> str:
-    """The same in one line."""
+    """The newest report in one line."""
     report, rates = samples.last, samples.rates()
     if report is None or samples.failure:
         return samples.failure or "asking"
-    lags = max((worker.lag for worker in report.workers), default=0)
+    lag = max((worker.lag for worker in report.workers), default=0)
     refused = f"  refused {sum(report.refused.values())}" if report.refused else ""
     return (
         f"version {report.version}  {_rate(rates.versions)} versions/s  workers {_states(report)}  "
-        f"largest lag {lags}  sent {_sent(rates.sent)}{refused}"
+        f"largest lag {lag}  sent {_bytes_rate(rates.sent)}{refused}"
     )
 
 
@@ -106,21 +97,21 @@ def _title(samples: Samples, width: int) -> Text:
     return title.append(clock, style="not bold dim")
 
 
-def _facts(report: Report, rates: Rates) -> Table:
+def _figures(report: Report, rates: Rates) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(no_wrap=True, min_width=11)
-    in_all = _bytes(report.bytes_sent)
-    grid.add_row("version  ", f"{report.version:,}", "versions/s", _rate(rates.versions), "sent", _sent(rates.sent))
-    grid.add_row("uptime   ", _age(report.uptime / 1000), "", "", "total", in_all)
+    sent = _bytes_rate(rates.sent)
+    grid.add_row("version  ", f"{report.version:,}", "versions/s", _rate(rates.versions), "sent", sent)
+    grid.add_row("uptime   ", _duration(report.uptime / 1000), "", "", "total", _bytes(report.bytes_sent))
     return grid
 
 
-def _people(report: Report) -> Text:
-    row = text("workers    ", style="bold", **ONE_LINE)
+def _worker_counts(report: Report) -> Text:
+    row = text("workers    ", style="bold", one_line=True)
     for state in STATES[::-1]:
         number = report.counts.get(state, 0)
         if number or state == "live":
@@ -133,7 +124,7 @@ def _people(report: Report) -> Text:
 
 
 def _models(report: Report, width: int) -> Text:
-    row = text("models     ", style="bold", **ONE_LINE)
+    row = text("models     ", style="bold", one_line=True)
     words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
     if report.num_models > len(words):
         words.append(f"and {report.num_models - len(words):,} more")
@@ -142,7 +133,7 @@ def _models(report: Report, width: int) -> Text:
     return row
 
 
-def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
+def _table(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False, expand=wide)
@@ -152,8 +143,8 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
     for name in ("version", "target", *narrow[1:], "process") if wide else narrow:
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
-        table.add_column("problem", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
-    relays = [one.index for one in report.workers if one.role == "relay"]
+        table.add_column("problem", no_wrap=True, overflow="ellipsis", ratio=1)  # the width that the others leave
+    relays = [worker.index for worker in report.workers if worker.role == "relay"]
     relay_names = {index: f"relay {number}" for number, index in enumerate(relays, 1)} if len(relays) > 1 else {}
     for worker in shown:
         seen = "never" if worker.last_seen is None else f"{worker.last_seen / 1000:.1f} s"
@@ -180,15 +171,16 @@ def _versions(worker: WorkerReport) -> str:
     return f"{worker.version:,}" + (f" ({worker.staged_version:,} staged)" if worker.staged_version else "")
 
 
-def _fitting(report: Report, room: int) -> tuple[list[WorkerReport], str]:
-    """Those that there is room for, the ones in trouble first where there is not enough, and words for the others."""
-    workers, everybody = list(report.workers), sum(report.counts.values())
-    if len(workers) > room or everybody > len(workers):
+def _workers_that_fit(report: Report, room: int) -> tuple[list[WorkerReport], str]:
+    """The workers to show in ``room`` lines, and a line about the others. If there is not room for all, workers
+    with problems come first."""
+    workers, count = list(report.workers), sum(report.counts.values())
+    if len(workers) > room or count > len(workers):
         room = max(1, room - 1)
     if len(workers) > room:
         chosen = set(sorted(range(len(workers)), key=lambda place: _urgency(workers[place]))[:room])
         workers = [worker for place, worker in enumerate(workers) if place in chosen]
-    left = everybody - len(workers)
+    left = count - len(workers)
     return workers, f"and {left:,} more; lost, slow and late workers are shown first" if left > 0 else ""
 
 
@@ -197,20 +189,20 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
     return ROLES.index(worker.role), state, not worker.reason, -worker.lag, worker.index
 
 
-def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
-    """What keeps workers, where the table has no room for it: without a cut, all of them."""
+def _notes(workers: Iterable[WorkerReport], one_line: bool) -> list[Text]:
+    """The workers' problems, for a table without that column: all, or, if each gets one line, a few."""
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
-    troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
-    if cut and len(troubles) > NOTES:
-        troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more with problems"]
-    return [text(trouble, style="red", **cut) for trouble in troubles]
+    problems = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
+    if one_line and len(problems) > MAX_NOTES:
+        problems[MAX_NOTES - 1 :] = [f"… and {len(problems) - MAX_NOTES + 1:,} more with problems"]
+    return [text(problem, style="red", one_line=one_line) for problem in problems]
 
 
-def _counts(name: str, counts: dict[str, int], cut: Cut) -> list[Text]:
+def _reasons(name: str, counts: dict[str, int], one_line: bool) -> list[Text]:
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return [text(f"{name:<11}", style="bold", **cut).append(words, style="not bold yellow")]
+    return [text(f"{name:<11}", style="bold", one_line=one_line).append(words, style="not bold yellow")]
 
 
 def _states(report: Report) -> str:
@@ -221,11 +213,11 @@ def _rate(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
 
 
-def _sent(value: float | None) -> str:
+def _bytes_rate(value: float | None) -> str:
     return "–" if value is None else f"{_bytes(value)}/s"
 
 
-def _age(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""``asyncsync top``: a sender's status, live, for people; as JSON, for programs."""
+"""``asyncsync top``: show a sender's status live, on a screen for people or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, need, positive
+from asyncsync.commands.options import CommandFailed, add_sender, credentials_of, need, positive, with_option_names
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import split_endpoints
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PATIENCE = 3.0  # seconds that one answer may take
-FIRST = 0.5  # with --once, between the two answers that the rates are from
-ASK_AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
+ONCE_SECONDS = 0.5  # with --once, between the two answers from which the rates are computed
+ASK_AGAIN_SECONDS = 0.5  # because an inquiry may get lost, and a sender drops some if too many ask
 UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked
-REDRAW = 0.5  # the window may have another size, and an answer gets older
+REDRAW_SECONDS = 0.5  # because the window's size may change, and the age of the last answer does
 
 
 class Asker:
-    """Asks one sender for its status, on the running loop. To be closed.
+    """Asks one sender for its status, on the running loop. Close it in the end.
 
     Args:
-        endpoint: where the sender is, as its workers are given it; of several addresses one after the other is asked.
-        credentials: returns what to connect with, where the sender has keys.
+        endpoint: the sender's address, as for workers. If there are several, they are asked in turn.
+        credentials: returns the keys to connect with, if the sender has keys.
 
     Raises:
-        NotConnected: this is no address, or the credentials cannot be had.
+        NotConnected: this is not an address, or the keys cannot be read.
     """
 
     def __init__(self, endpoint: str, credentials: Callable[[], Credentials] | None = None) -> None:
@@ -55,8 +55,8 @@ class Asker:
             self._context = Context()
             undo.callback(self._context.destroy, 0)
             socket = dealer(self._context)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._sender = Dialer(socket, self._receive, split_endpoints(endpoint), credentials, self._crash)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue inquiries while the sender is away
+            self._dialer = Dialer(socket, self._receive, split_endpoints(endpoint), credentials, self._crash)
             undo.pop_all()
 
     async def ask(self, timeout: float) -> Report:
@@ -71,15 +71,15 @@ class Asker:
             while True:
                 if self._failure is not None:
                     raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
-                if self._sender.has_other_endpoints and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                if self._dialer.has_other_endpoints and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
                     self._silent_since = self._loop.time()
-                    self._sender.try_next_endpoint()
-                sent = self._sender.send((inquiry,)) == 0
-                self._sender.after_send()
+                    self._dialer.try_next_endpoint()
+                sent = self._dialer.send((inquiry,)) == 0
+                self._dialer.after_send()
                 pause = ASK_AGAIN_SECONDS if sent else 0.05
                 remaining = deadline - self._loop.time()
                 if remaining <= 0:
-                    why = self._sender.why or "is a sender running there?"
+                    why = self._dialer.why or "is a sender running there?"
                     raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
                 done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
                 if done:
@@ -105,7 +105,7 @@ class Asker:
 
     def close(self) -> None:
         """Idempotent."""
-        self._sender.close()
+        self._dialer.close()
         self._context.destroy(0)
 
 
@@ -114,9 +114,9 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "top",
         help="watch a trainer: workers, versions, throughput",
-        description="Show how a running trainer is: its workers with the versions that they have applied, their lag "
-        "and the bytes that they were sent; its models; and the connections that it has refused. This does not slow "
-        "the trainer or its workers. While the trainer is away, this waits for it.",
+        description="Show the state of a running trainer: its workers, with the versions that they have applied, their "
+        "lag, and the bytes sent to them; its models; and the connections that it has refused. This does not slow the "
+        "trainer or its workers. While the trainer is away, this waits for it.",
         epilog="Exit codes: 0 shown (--once); 1 no trainer has answered (--once), or the trainer refuses this command; "
         "130 ended by Ctrl-C.",
     )
@@ -136,18 +136,18 @@ def _run(options: argparse.Namespace) -> int:
         with asyncio.Runner() as runner:
             return runner.run(watch(options))
     except WeightSyncError as error:
-        raise CommandFailed(as_options(error)) from error
+        raise CommandFailed(with_option_names(error)) from error
 
 
 async def watch(options: argparse.Namespace) -> int:
-    """Look once, or until cancelled. Returns the exit code; raises NotConnected, AckTimeout, ProtocolError."""
+    """Show it once, or until cancelled. Returns the exit code; raises NotConnected, AckTimeout, ProtocolError."""
     samples = Samples(options.endpoint, options.interval)
     with contextlib.closing(Asker(options.endpoint, credentials_of(options))) as asker:
         if options.once:
             samples.add(await asker.ask(PATIENCE), time.monotonic())
-            await asyncio.sleep(min(FIRST, options.interval))
+            await asyncio.sleep(min(ONCE_SECONDS, options.interval))
             samples.add(await asker.ask(PATIENCE), time.monotonic())
-            _print(samples, json_too=options.json)
+            _print(samples, as_json_line=options.json)
             return 0
         async with _shown(samples, as_lines=options.json) as show:
             while True:
@@ -155,13 +155,13 @@ async def watch(options: argparse.Namespace) -> int:
                 try:
                     samples.add(await asker.ask(max(PATIENCE, options.interval)), time.monotonic())
                 except (AckTimeout, ProtocolError) as error:
-                    samples.failure = as_options(error)
+                    samples.failure = with_option_names(error)
                 show()
                 await asyncio.sleep(max(0.0, began + options.interval - time.monotonic()))
 
 
-def _print(samples: Samples, *, json_too: bool) -> None:
-    if json_too:
+def _print(samples: Samples, *, as_json_line: bool) -> None:
+    if as_json_line:
         print(json.dumps(as_json(samples)), flush=True)
         return
     from rich.console import Console
@@ -174,20 +174,20 @@ def _print(samples: Samples, *, json_too: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def _shown(samples: Samples, *, as_lines: bool) -> AsyncIterator[Callable[[], None]]:
-    """What shows the samples: one line of JSON each, or a screen that redraws itself, or lines where there is none."""
+    """Yields a function that shows the newest report: as a line of JSON, on a screen, or, without one, as text."""
     if as_lines:
-        yield lambda: _print(samples, json_too=True)
+        yield lambda: _print(samples, as_json_line=True)
         return
     from rich.console import Console
 
-    from asyncsync.commands.screen import line, shown_by
+    from asyncsync.commands.screen import line, running
 
     console = Console()
     if not console.is_terminal:
         yield lambda: print(f"{samples.endpoint}: {line(samples)}", flush=True)
         return
     changed = asyncio.Event()
-    async with shown_by(_redraw(samples, console, changed)):
+    async with running(_redraw(samples, console, changed)):
         yield changed.set
 
 
@@ -199,7 +199,8 @@ async def _redraw(samples: Samples, console: Console, changed: asyncio.Event) ->
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
         while True:
             live.update(screen(samples, console.width, console.height), refresh=True)
+            # Not wait_for(), which may lose a cancellation in Python 3.11.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REDRAW):  # wait_for of Python 3.11 may lose a cancellation
+                async with asyncio.timeout(REDRAW_SECONDS):
                     await changed.wait()
             changed.clear()

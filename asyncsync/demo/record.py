@@ -1,4 +1,4 @@
-"""What happened: the trainer fills this in, the screen and the summary read it."""
+"""The record of a run: the trainer fills it in, and the screen and the summary show it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncsync.commands.samples import Samples
 from asyncsync.errors import ClosedError
 from asyncsync.sync import WeightSyncScheme
 
-EPISODES = 100  # over which the mean return is taken
-KEPT = 100  # versions whose weights are kept, to check actions with
-TOLERANCE = 1e-3  # between two computations of one log-probability; other weights give another by more
+EPISODES = 100  # the mean return is taken over this many latest episodes
+KEPT = 100  # the weights of this many latest versions are kept, to check actions with them
+TOLERANCE = 1e-3  # two computations of one log-probability differ by less, and of different weights by more
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -34,15 +34,15 @@ class Record:
     """One run.
 
     Attributes:
-        samples: reports of the trainer's.
-        target: the mean return of the last 100 episodes that is wanted.
+        samples: reports of the trainer.
+        target: the run is solved when the mean return of the last 100 episodes reaches this.
         episodes: (seconds since the start, return) of every episode.
-        lags: of every batch: how many versions old the policy was that acted in it, when it was learned from.
+        lags: for every batch, how many versions old the acting policy was on average when the trainer got the batch.
         frames: environment steps.
-        versions: published so far.
-        torn: actions whose log-probability the weights of the version that they name do not give.
-        stale: steps with an older version than the same worker's step before.
-        phase: what is going on, in words.
+        versions: how many were published so far.
+        torn: the number of actions that the weights of their version do not explain: they give another log-probability.
+        stale: the number of steps with an older version than the same worker's step before.
+        phase: what is happening, in words.
     """
 
     samples: Samples
@@ -61,13 +61,13 @@ class Record:
         self._end: float | None = None
         self._scheme: WeightSyncScheme | None = None
         self._recent: deque[float] = deque(maxlen=EPISODES)
-        self._returns: dict[int, np.ndarray] = {}  # so far, of each worker's environments
-        self._acted: dict[int, int] = {}  # the version of each worker's last step
+        self._returns: dict[int, np.ndarray] = {}  # by worker, the return of each environment's episode so far
+        self._acted: dict[int, int] = {}  # by worker, the version of its last step
         self._policies: dict[int, Policy] = {}  # by version
 
     @contextlib.contextmanager
     def learning(self, scheme: WeightSyncScheme) -> Iterator[None]:
-        """The block in which the workers are connected."""
+        """The context in which the workers are connected and the trainer learns."""
         self._scheme, self._learning, self.phase, self.versions = scheme, self.seconds, "learning", 1
         try:
             yield
@@ -75,20 +75,19 @@ class Record:
             self.end("solved" if self.solved else "stopped")
 
     def look(self) -> None:
-        """Ask the trainer how its workers are, as ``asyncsync top`` does. After it has ended, what was known last
-        stays."""
+        """Take a report of the trainer, as ``asyncsync top`` does; none after the end."""
         if self._scheme is not None:
             with contextlib.suppress(ClosedError):
                 self.samples.add(self._scheme.bus.report(), time.monotonic())
 
     def end(self, phase: str) -> None:
-        """The clock stops. The first call counts."""
+        """Stop the clock. Further calls do nothing."""
         if self._end is None:
             self.look()
             self._end, self.phase, self._scheme = self.seconds, phase, None
 
     def batch(self, batch: TensorDictBase, version: int, policy: Policy) -> None:
-        """A batch, [environments, time], has come; this is the newest version, and ``policy`` has its weights."""
+        """Record a batch, [environments, time]. ``version`` is the newest, and ``policy`` has its weights."""
         now, worker, acted = self.seconds, int(batch["worker"][0, 0]), batch["collector", "policy_version"]
         self.frames += batch.numel()
         self.versions = version
@@ -104,7 +103,7 @@ class Record:
 
     @torch.no_grad()
     def _check(self, batch: TensorDictBase, worker: int, version: int, policy: Policy) -> None:
-        """Whether each action came from the weights of the version that it names, and none from an older one."""
+        """Count actions that their version's weights do not explain, and steps with an older version than before."""
         self._policies[version] = copy.deepcopy(policy)
         self._policies.pop(version - KEPT, None)
         acted = batch["collector", "policy_version"]
@@ -121,17 +120,17 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Since the start, until the end."""
+        """Seconds since the start, or from the start to the end."""
         return time.perf_counter() - self._start if self._end is None else self._end
 
     @property
     def learning_seconds(self) -> float:
-        """Without the start of the worker processes."""
+        """The same, without the start of the worker processes."""
         return 0.0 if self._learning is None else self.seconds - self._learning
 
     @property
     def mean_return(self) -> float:
-        """Of the last 100 episodes, or of as many as there are; NaN: there are none."""
+        """Of the last 100 episodes; of all, if there are fewer; NaN if there are none."""
         return sum(self._recent) / len(self._recent) if self._recent else float("nan")
 
     @property

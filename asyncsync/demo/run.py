@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncsync.commands.samples import Samples
-from asyncsync.commands.screen import line, screen, shown_by
+from asyncsync.commands.screen import line, running, screen
 from asyncsync.demo.record import EPISODES, Record
 from asyncsync.demo.trainer import train
 from asyncsync.errors import WeightSyncError
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 SOLVED, FAILED, INTERRUPTED = 0, 1, 130
-REDRAW = 0.25  # seconds
-LINE = 2.0
-CURVE = 7  # lines
+REDRAW_SECONDS = 0.25
+LINE_SECONDS = 2.0  # between two lines, if the output is no terminal
+CURVE_LINES = 7
 NAMES = {
     "shared": "shared memory", "process": "multiprocessing", "zmq": "ZeroMQ", "distributed": "torch.distributed",
     "rpc": "torch's RPC", "ray": "Ray",
@@ -31,18 +31,18 @@ NAMES = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demonstration and print what came of it. ``asyncsync demo --help`` explains the options.
+    """Run the demonstration and print a summary. ``asyncsync demo --help`` explains the options.
 
     Returns:
-        The exit code: 0 the target was reached; 1 it was not in time, a worker has died, or weights were torn or stale;
-        130 Ctrl-C.
+        The exit code. 0: the target was reached; 1: it was not reached in time, a worker has died, or weights were torn
+        or stale; 130: Ctrl-C.
     """
     from rich.console import Console
 
     console = Console()
     # SharedMemWeightSyncScheme(), unless the command line says otherwise.
     scheme = WeightSyncScheme.from_backend(options.scheme, endpoint=options.endpoint)
-    record = Record(Samples(scheme.bus.endpoint, REDRAW), options.target)
+    record = Record(Samples(scheme.bus.endpoint, REDRAW_SECONDS), options.target)
     torch.set_num_threads(1)  # the workers need the other cores
     new_loop = None
     if options.uvloop:
@@ -53,13 +53,13 @@ def run(options: argparse.Namespace) -> int:
     async def main() -> None:
         try:
             show = redraw if console.is_terminal else print_lines
-            async with asyncio.timeout(options.max_seconds), shown_by(show(record, console)):
+            async with asyncio.timeout(options.max_seconds), running(show(record, console)):
                 await train(scheme, record, options.workers, options.seed, options.scheme)
         finally:
             record.end("stopped")
 
     console.out(f"asyncsync demo: PPO on CartPole-v1, weights through {NAMES[options.scheme]}", highlight=False)
-    if "://" in scheme.bus.endpoint:  # the other schemes tell only their workers where they are
+    if "://" in scheme.bus.endpoint:  # the other schemes tell only their workers their address
         console.out(f"watch it from another terminal: asyncsync top {scheme.bus.endpoint}", highlight=False)
     code, error = SOLVED, ""
     try:
@@ -81,13 +81,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def redraw(record: Record, console: Console) -> None:
-    """Show the record on a screen, until cancelled."""
+    """Show the record on a screen until cancelled."""
     from rich.live import Live
 
     with Live(view(record, console), console=console, auto_refresh=False) as live:
         try:
             while True:
-                await asyncio.sleep(REDRAW)
+                await asyncio.sleep(REDRAW_SECONDS)
                 record.look()
                 live.update(view(record, console), refresh=True)
         finally:
@@ -95,14 +95,14 @@ async def redraw(record: Record, console: Console) -> None:
 
 
 async def print_lines(record: Record, console: Console) -> None:
-    """Print a line every two seconds, and for each phase, until cancelled."""
+    """Print a line every two seconds, and when the phase changes, until cancelled."""
     phase, printed = "", -math.inf
     while True:
         record.look()
-        if record.phase != phase or record.seconds >= printed + LINE:
+        if record.phase != phase or record.seconds >= printed + LINE_SECONDS:
             phase, printed = record.phase, record.seconds
             console.out(plain(record), highlight=False)
-        await asyncio.sleep(REDRAW)
+        await asyncio.sleep(REDRAW_SECONDS)
 
 
 def view(record: Record, console: Console) -> RenderableType:
@@ -119,11 +119,11 @@ def view(record: Record, console: Console) -> RenderableType:
     )
     head += f"{len(record.episodes):,} episodes · {record.frames:,} frames"
     colour = "green" if record.solved else "yellow"
-    curve = Text("\n".join(record.curve(columns - 2, CURVE)), style=colour, no_wrap=True)
+    curve = Text("\n".join(record.curve(columns - 2, CURVE_LINES)), style=colour, no_wrap=True)
     left = Group(Text(head, style="bold", no_wrap=True, overflow="ellipsis"), curve)
     if record.samples.last is None:
         return left
-    top = screen(record.samples, columns, height - 1 if is_wide else height - CURVE - 3)
+    top = screen(record.samples, columns, height - 1 if is_wide else height - CURVE_LINES - 3)
     if not is_wide:
         return Group(left, Text(), top)
     grid = Table.grid()
@@ -134,13 +134,13 @@ def view(record: Record, console: Console) -> RenderableType:
 
 
 def plain(record: Record) -> str:
-    """The same in one line."""
-    told = line(record.samples) if record.samples.last else ""
-    return f"{record.seconds:6.1f} s  {record.phase}  mean return {_number(record.mean_return)}  {told}".rstrip()
+    """The record in one line."""
+    report = line(record.samples) if record.samples.last else ""
+    return f"{record.seconds:6.1f} s  {record.phase}  mean return {_number(record.mean_return)}  {report}".rstrip()
 
 
 def summary(record: Record, scheme: str) -> str:
-    """What is printed at the end."""
+    """The text that is printed at the end."""
     seconds, lags = max(record.learning_seconds, 1e-9), record.lags or [0.0]
     lines = [
         f"{record.phase}: mean return {_number(record.mean_return)} over the last "

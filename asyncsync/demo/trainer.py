@@ -1,9 +1,9 @@
 """An asynchronous PPO trainer on CartPole-v1: the library's first example, to be read from top to bottom.
 
-The trainer waits for no worker in particular: it learns from the batch that comes first, sends its weights, and goes
-on. Each worker switches to the newest weights between two of its steps. So a batch may come from a policy that is a few
-versions old. PPO allows for that, because every action comes with the probability with which it was chosen. It comes
-with the version that chose it, too, so that the record can check that exactly these weights did.
+The trainer learns from the batch that arrives first, sends its weights to all workers, and goes on. Each worker
+switches to the newest weights between two of its steps. So a batch may come from a policy that is a few versions old.
+PPO allows for that, because every action comes with the probability with which it was chosen. It also comes with the
+version that chose it, so that the record can check this version's weights against that probability.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ async def train(scheme: WeightSyncScheme, record: Record, workers: int, seed: in
         PeerLost, PartialSendError: a worker's process has ended.
     """
     learner = Learner(seed)
-    async with start_workers(workers, seed, learner.policy, scheme, name) as collector:  # they have version 1 now
+    async with start_workers(workers, seed, learner.policy, scheme, name) as collector:  # the workers have version 1
         with record.learning(scheme):
-            async for batch in collector:  # [environments, time]; its worker has begun the next one
+            async for batch in collector:  # [environments, time]; its worker has already begun the next batch
                 record.batch(batch, collector.policy_version, learner.policy)
                 if record.solved:
                     break
-                await asyncio.to_thread(learner.learn, batch)  # meanwhile the loop shows how it goes
-                await collector.update_policy_weights_async()  # every worker acts with the new weights now
+                await asyncio.to_thread(learner.learn, batch)  # in a thread, so that the loop can draw the screen
+                await collector.update_policy_weights_async()  # now every worker acts with the new weights
 
 
 class Actor(nn.Module):
-    """CartPole's observation → an action, and the logarithm of the probability with which it was chosen."""
+    """Maps CartPole's observation to an action, and to the logarithm of the probability with which it was chosen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits = network(outputs=2)
 
     def log_probs(self, observation: Tensor) -> Tensor:
-        """Of both actions."""
+        """The log-probabilities of both actions."""
         result: Tensor = self.logits(observation).log_softmax(-1)
         return result
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What a worker calls once per step, for all its environments."""
+        """Choose actions. A worker calls this once per step, for all its environments."""
         log_probs = self.log_probs(tensordict["observation"])
         action = log_probs.exp().multinomial(1)
         return tensordict.update({"action": action.squeeze(-1), "log_prob": log_probs.gather(-1, action).squeeze(-1)})
@@ -68,7 +68,7 @@ class Learner:
         self.optimizer = torch.optim.Adam([*self.policy.parameters(), *self.value.parameters()], lr=LEARNING_RATE)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """A few epochs over one batch."""
+        """Learn from one batch, in a few epochs."""
         advantage, target = self.estimate(batch)
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         frames = batch.select("observation", "action", "log_prob").update({"advantage": advantage, "target": target})
@@ -88,11 +88,11 @@ class Learner:
 
     @torch.no_grad()
     def estimate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Generalised advantages and the value's targets, both [environments, time]."""
+        """Generalised advantages and the targets of the value network, both [environments, time]."""
         after = batch["next"]
         value, following = (self.value(steps["observation"]).squeeze(-1) for steps in (batch, after))
         reward, done, terminated = (after[key].squeeze(-1) for key in ("reward", "done", "terminated"))
-        # An episode cut off at 500 steps is worth as much as if it went on; one that has failed is worth nothing more.
+        # After a cut at 500 steps, the value counts as if the episode went on; after a failure, nothing more counts.
         delta = reward + DISCOUNT * following * ~terminated - value
         advantage, trace = torch.empty_like(value), torch.zeros_like(value[:, 0])
         for t in reversed(range(value.shape[1])):
@@ -101,5 +101,5 @@ class Learner:
 
 
 def network(outputs: int) -> nn.Module:
-    """From CartPole's observation, four numbers."""
+    """A network whose input is CartPole's observation, four numbers."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))

@@ -1,5 +1,5 @@
-"""The workers: one process each, with a vector of environments and a copy of the policy. They belong to the collector
-whose own scheme was chosen."""
+"""The workers: one process each, with a vector of environments and a copy of the policy. The collector that goes with
+the chosen scheme starts them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from asyncsync.collectors import GymEnv, MultiAsyncCollector, MultiCollector
 from asyncsync.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from asyncsync.sync import WeightSyncScheme
 
-ENVIRONMENTS, TIME = 16, 128  # of one worker; steps of one batch
+ENVIRONMENTS, TIME = 16, 128  # environments of one worker, and steps of one batch
 
 
 class Environments(GymEnv):
-    """One worker's, each of whose frames says in "worker" whose it is: batches come from whoever is ready first."""
+    """One worker's environments. The entry "worker" of each frame names the worker, because batches arrive in any
+    order."""
 
     def __init__(self, worker: int) -> None:
         super().__init__("CartPole-v1", num_envs=ENVIRONMENTS, categorical_action_encoding=True)
         self._worker = torch.full(self.batch_size, worker)
 
     def reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        """What is set here stays, from step to step."""
+        """Set "worker", which then stays from step to step."""
         return super().reset(tensordict, **options).set("worker", self._worker)
 
 
 def collector_for(scheme: str) -> tuple[Any, dict[str, Any]]:
-    """The class of collectors for a scheme of this name, and arguments that only this one has."""
+    """The class of collectors for the scheme of this name, and arguments for this class alone."""
     if scheme == "ray":
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
         return RayCollector, {"ray_init_config": quiet, "remote_configs": {"num_cpus": 0}}
@@ -45,7 +46,7 @@ def collector_for(scheme: str) -> tuple[Any, dict[str, Any]]:
 async def start_workers(
     workers: int, seed: int, policy: nn.Module, scheme: WeightSyncScheme, name: str
 ) -> AsyncIterator[MultiCollector]:
-    """Start the workers, and end them with the block; they have the policy's weights when it begins."""
+    """Start the workers, and end them with the block. When the block begins, they have the policy's weights."""
     kind, arguments = collector_for(name)
     async with await kind.create(
         [partial(Environments, worker) for worker in range(workers)],

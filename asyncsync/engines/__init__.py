@@ -1,8 +1,8 @@
-"""Inference engines that follow a trainer: a switch of versions that is all or nothing, and goes back when it fails.
+"""Inference engines that follow a trainer. They switch versions completely or not at all, and go back if a load fails.
 
-Each engine has a package of its own, which says how the engine is told to use it. ``Fleet`` updates replicas together;
-for servers of one's own there are ``follow`` and ``Staleness``. All are for asyncio schemes. Importing this package
-loads none of them: vLLM does so in each of its processes.
+Each engine has a package of its own, whose docstring says how to configure the engine. ``Fleet`` updates several
+replicas together. ``follow`` and ``Staleness`` are for servers of your own. All use asyncio schemes. This package loads
+these modules only when they are used, because vLLM imports it in each of its processes.
 """
 
 from importlib import import_module

@@ -1,11 +1,11 @@
 """follow: an ASGI application whose model follows a trainer.
 
-What is gated is each call of the model, and nothing else: the hooks of a receiver's gate see it, in whatever thread it
-runs. A request as such reads nothing. So a response that is slow to write, or a client that is slow to read, keeps no
-update waiting, and an update keeps only model calls waiting, as long as it takes to apply.
+The receiver's gate sees each call of the model by its hooks, in any thread. The rest of a request does not read the
+model. So a slow response or a slow client delays no update, and an update delays only calls of the model, for as long
+as it takes to apply.
 
-The version is that of the model's last call, ``hold()`` or gated method in the request's context. asyncio.to_thread and
-the thread pools of Starlette and FastAPI pass the context on; with an executor of one's own, pass
+A response names the version of the model's last call, ``hold()`` or gated method in the request's context.
+asyncio.to_thread and the thread pools of Starlette and FastAPI pass the context on. To an executor of your own, submit
 ``contextvars.copy_context().run``.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncsync.model.gate import Gate, entered
+from asyncsync.model.gate import Gate, on_enter
 from asyncsync.schemes.aio import WeightSyncScheme
 
 Message = MutableMapping[str, Any]
@@ -36,22 +36,22 @@ async def follow(
         async with follow(app, scheme) as served:
             await uvicorn.Server(uvicorn.Config(served, port=8000)).serve()
 
-    The application calls the model in a thread (``await asyncio.to_thread(model, inputs)``), or where it likes. Each
-    call sees one version, and several calls see one inside ``scheme.hold()``.
+    The application may call the model in a thread (``await asyncio.to_thread(model, inputs)``) or anywhere else. Each
+    call sees one version. Several calls see the same version inside ``scheme.hold()``.
 
     In each HTTP response, a header names the version of the last model call that was made for this request before the
-    first byte of the body: so the head of a response waits for that byte. Version 0 is what the model had before the
-    first update. A response for which no model was called has no such header. Lifespan and websockets pass through.
+    first byte of the body. So the head of a response waits for that byte. Version 0 is the model before its first
+    update. If the model was not called, there is no such header. Lifespan and websockets pass through.
 
     Args:
         app: Starlette, FastAPI, or any ASGI 3 application.
-        scheme: a receiver with the asyncio API and a model. It is connected here unless it is connected already, and
-            shut down at the end if it was connected here.
+        scheme: a receiver with the asyncio API and a model. If it is not connected yet, ``follow`` connects it, and
+            shuts it down at the end.
         timeout: seconds to connect.
-        header: its name.
+        header: the header's name.
 
     Yields:
-        The application to be served instead of ``app``.
+        The application to serve instead of ``app``.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -77,7 +77,7 @@ async def follow(
 
 
 class _Followed:
-    """The application, and what tells the version in its responses."""
+    """The application, with the version in its responses."""
 
     def __init__(self, app: Application, scheme: WeightSyncScheme, header: bytes) -> None:
         self._app = app
@@ -90,9 +90,9 @@ class _Followed:
             return
         version: int | None = None
         start: Message | None = None
-        outer = entered.get()  # of another follow around this one, for another model
+        outer = on_enter.get()  # that of another `follow` around this one, for another model
 
-        def note(gate: Gate) -> None:  # in whichever thread reads the model
+        def note_version(gate: Gate) -> None:  # in the thread that reads the model
             nonlocal version
             if gate is self._scheme.bus.gate:
                 version = self._scheme.version
@@ -107,7 +107,7 @@ class _Followed:
                     message = {**message, "headers": [*message.get("headers", ()), (self._header, b"%d" % version)]}
                 await send(message)
 
-        async def tell(message: Message) -> None:
+        async def send_after_start(message: Message) -> None:
             nonlocal start
             if message["type"] == "http.response.start":
                 start = message
@@ -115,9 +115,9 @@ class _Followed:
                 await send_start()
                 await send(message)
 
-        token = entered.set(note)
+        token = on_enter.set(note_version)
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_after_start)
         finally:
-            entered.reset(token)
+            on_enter.reset(token)
         await send_start()

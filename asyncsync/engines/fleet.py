@@ -6,15 +6,16 @@
         result = await fleet.update()            # as scheme.publish(), then all replicas switch
         result.raise_for_failures()
 
-An update publishes a version, and then drives all replicas at once, each in a task of its own: a replica is paused
-when its own bytes are there, so its tokens go on until then. One that fails, hangs or dies delays no other. Whatever
-comes of it, also a cancellation, ends the pause.
+An update publishes a version, and then updates all replicas at once, each in a task of its own. The fleet pauses a
+replica only when its workers have the bytes, so it generates tokens until then. A replica that fails, hangs or dies
+delays no other one. The fleet ends the pause whether the update succeeds, fails or is cancelled. But a replica whose
+ranks serve different weights stays paused until it is taken in.
 
-A replica is *known* while each of its calls was answered. Then a version goes by start, update and finish. Otherwise
-(it is new, was restarted, did not answer, or its trainer has died) it may be anywhere between start and finish, and a
-vLLM of several ranks is lost for good if either comes at the wrong time. Such a replica is *taken in*: it connects
-(again), which loads the newest version, and then gets that version's name. Between updates the fleet looks after
-replicas that have come back.
+If a replica has answered each call, its *state is known*. Then the fleet updates it by start, update and finish.
+Otherwise (it is new, was restarted, did not answer, or its trainer has died), it may be anywhere between start and
+finish, and a start or finish at the wrong time breaks a vLLM of several ranks for good. The fleet *takes in* such a
+replica: it has it connect (again), which loads the newest version, and then sets that version's name. Between updates
+the fleet takes in replicas that have come back.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ Wait = Callable[[int, list[int], float], Awaitable[None]]
 logger = logging.getLogger("asyncsync")
 
 SCHEMES = {SharedMemWeightSyncScheme: "shared", AutoWeightSyncScheme: "auto", ZMQWeightSyncScheme: "zmq"}
-LOST = ".EngineLost"  # the type of what a rank reports that could not go back
-NEW = "default"  # what vLLM calls the weights that it has started with
-PROBE_SECONDS = 2.0  # for the question what a replica serves, between updates
-RESUME_SECONDS = 5.0  # for the end of a pause, also when the deadline has passed
-CANCEL_SECONDS = 5.0  # that a replica gets to end what it is in, when an update is cancelled
-REPORT_SECONDS = 1.0  # until the ranks' own reports of a failure are here
-MOST_SECONDS = 60.0  # between two attempts to take in a replica
+ENGINE_LOST = ".EngineLost"  # the end of the error's type name, if a rank could not go back to the version before
+INITIAL_NAME = "default"  # vLLM's name for the weights with which it has started
+PROBE_SECONDS = 2.0  # to answer which version it serves, between updates
+RESUME_SECONDS = 5.0  # to end a pause, also after the update's deadline
+CANCEL_SECONDS = 5.0  # to finish switching, after an update was cancelled
+REPORT_SECONDS = 1.0  # to wait for the ranks' own reports of a failure
+MAX_WATCH_SECONDS = 60.0  # between two attempts to take in a replica
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a replica has not got a version, or serves it with a reservation.
+    """Why a replica does not serve a version, or which step failed after it had loaded the version.
 
     Attributes:
         replica: its name.
         rank: which of its ranks; None: the replica as a whole.
-        phase: ``"stage"``, ``"look"``, ``"pause"``, ``"connect"``, ``"start"``, ``"update"``, ``"finish"``,
-            ``"reset"``, ``"resume"`` or ``"acknowledge"``.
+        phase: ``"wait"`` (for an earlier update or look at it to end), ``"look"``, ``"stage"``, ``"pause"``,
+            ``"connect"``, ``"start"``, ``"update"``, ``"finish"``, ``"reset"``, ``"resume"`` or ``"acknowledge"``.
         reason: in words, with the worker's traceback if there is one.
-        error: what was raised here; of a rank, its :class:`asyncsync.RemoteError`, if it has sent one.
+        error: the exception; for a rank, its :class:`asyncsync.RemoteError`, if it has sent one.
     """
 
     replica: str
@@ -76,13 +77,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """What came of one update.
+    """The result of one update.
 
     Attributes:
-        version, epoch: what was published.
-        serving: of each replica that serves a version, which: this one or, where it has failed, perhaps the one before.
+        version, epoch: of the published weights.
+        serving: by replica, the version that it is known to serve: this one, or an older one after a failure.
         failures: empty if all replicas serve this version, and the sender knows.
-        seconds: of each replica, how long each phase took.
+        seconds: by replica and phase, how long the phase took.
         published: seconds until the version was published.
     """
 
@@ -94,13 +95,13 @@ class FleetResult:
     published: float
 
     def raise_for_failures(self) -> None:
-        """Raises :class:`FleetError` if there are any."""
+        """Raises :class:`FleetError` if there are failures."""
         if self.failures:
             raise FleetError(self)
 
 
 class FleetError(WeightSyncError):
-    """Replicas have not got a version; ``result`` says which, and why. Not final: the next update tries again."""
+    """Replicas have failed to serve a version; ``result`` says which, and why. The next update tries again."""
 
     def __init__(self, result: FleetResult) -> None:
         super().__init__(
@@ -120,16 +121,14 @@ class _Member:
     replica: Replica
     workers: range
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    serves: str = ""  # the name of the version; empty: not known, or nothing of this sender's
-    is_known: bool = False  # whether it is certainly not between start and finish
-    has_missed: bool = False  # an update could not be brought to it
-    switching: asyncio.Task[Any] | None = None  # what has it paused, or is about to
-    seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the update under way
+    serves: str = ""  # the version's name; empty: it is unknown, or not this sender's
+    is_state_known: bool = False  # it is certainly not between start and finish
+    missed_update: bool = False  # the last update was cancelled, or could not even be tried
+    switching_task: asyncio.Task[Any] | None = None  # the task that pauses it, switches it and ends the pause
+    seconds: dict[str, float] = field(default_factory=dict)  # how long each phase of the current update took
 
 
-class _Failed(Exception):
-    """A phase has failed."""
-
+class _PhaseFailed(Exception):
     def __init__(self, member: _Member, rank: int | None, phase: str, error: Exception) -> None:
         self.failures = [_failure(member, rank, phase, error)]
         self.was_refused = isinstance(error, Refused)
@@ -140,16 +139,17 @@ class Fleet:
     """Replicas that follow one sender.
 
     Args:
-        scheme: the sender, of asyncio, for shared memory, ZeroMQ or both. It is elastic (``min_workers=0``), because
-            replicas come and go.
+        scheme: the sender, with the asyncio API, for shared memory, ZeroMQ or both. Make it elastic
+            (``min_workers=0``), because replicas come and go.
         replicas: :class:`HTTPReplica`, :class:`AsyncLLMReplica`, :class:`LLMReplica`, or your own. Rank r of a replica
             is worker ``first + r`` of the sender, where ``first`` is the number of ranks of the replicas before it.
         connect_timeout: seconds that a replica gets to reach the sender and to load its newest version.
         watch: seconds between two looks at replicas whose ranks the sender has lost, or that are not current for
-            another reason than a refused load; 0: none, only updates take replicas in.
+            another reason than a refused load; 0: do not look, so only updates take replicas in.
 
     Raises:
-        TypeError, ValueError: such a scheme cannot be, or two replicas have one name.
+        TypeError, ValueError: the scheme is of another kind, there is no replica, two replicas have one name, or
+            another argument is invalid.
     """
 
     def __init__(
@@ -202,22 +202,22 @@ class Fleet:
 
     @property
     def serving(self) -> dict[str, int]:
-        """Of each replica that is known to serve a version of this sender, which; 0: the model's own files."""
+        """By replica, the version of this sender that it is known to serve; 0: the model's own files."""
         names = {member.replica.name: member.serves.rpartition(":") for member in self._members}
         return {name: int(version) for name, (epoch, _, version) in names.items() if epoch == self.scheme.epoch}
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> FleetResult:
-        """Take in all replicas: they connect to the sender, and load its newest version, if there is one."""
+        """Have all replicas connect to the sender and load its newest version, if there is one."""
         check_timeout(timeout)
         async with self._lock:
-            return await self._everywhere(self.scheme.version, 0.0, timeout)
+            return await self._update_all(self.scheme.version, 0.0, timeout)
 
     async def update(
         self, weights: Any = None, *, metadata: Metadata = None, timeout: float = DEFAULT_TIMEOUT
     ) -> FleetResult:
-        """Publish the weights, and have all replicas serve them. Returns when each does, or has failed.
+        """Publish the weights, and have all replicas serve them. Returns when each replica does, or has failed.
 
-        Cancelled, it raises when no replica is paused any more: those that are switching have 5 s to end that.
+        If it is cancelled, replicas that are switching get 5 s to finish. It raises when their pauses have ended.
 
         Args:
             weights, metadata: as for the scheme's ``publish``.
@@ -231,16 +231,16 @@ class Fleet:
         async with self._lock:
             began = time.monotonic()
             version = await self.scheme.publish(weights, metadata=metadata)
-            return await self._everywhere(version, time.monotonic() - began, timeout)
+            return await self._update_all(version, time.monotonic() - began, timeout)
 
-    async def _everywhere(self, version: int, published: float, timeout: float) -> FleetResult:
+    async def _update_all(self, version: int, published: float, timeout: float) -> FleetResult:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        tasks = {asyncio.create_task(self._bring(member, version, deadline)): member for member in self._members}
+        tasks = {asyncio.create_task(self._update_one(member, version, deadline)): member for member in self._members}
 
         def cancel() -> None:
             for task, member in tasks.items():
-                if member.switching is not task:
+                if member.switching_task is not task:
                     task.cancel()
             loop.call_later(CANCEL_SECONDS, lambda: [task.cancel() for task in tasks])
 
@@ -254,180 +254,180 @@ class Fleet:
             published,
         )
 
-    async def _bring(self, member: _Member, version: int, deadline: float) -> list[Failure]:
-        """Have one replica serve a version."""
+    async def _update_one(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         member.seconds = {}
         try:
-            await self._phase(member, "wait", member.lock.acquire(), deadline)
+            await self._run_phase(member, "wait", member.lock.acquire(), deadline)
             try:
-                member.has_missed = True  # until it is tried
+                member.missed_update = True  # until _advance has tried it
                 await self._look(member, deadline)
                 return await self._advance(member, version, deadline)
             finally:
                 member.lock.release()
-        except _Failed as failed:
-            member.has_missed |= failed.failures[0].phase == "wait"
+        except _PhaseFailed as failed:
+            member.missed_update |= failed.failures[0].phase == "wait"
             return failed.failures
         except asyncio.CancelledError:
-            member.has_missed = True
+            member.missed_update = True
             raise
 
     async def _advance(self, member: _Member, version: int, deadline: float) -> list[Failure]:
-        """From what it serves to a version. Raises _Failed: it was not tried, or the sender was not told."""
+        """Have a replica serve a version, if it does not yet. Raises _PhaseFailed if its workers did not get the bytes,
+        or if the sender did not learn that they have loaded it."""
         if member.serves == weight_version(self.scheme.epoch, version):
-            member.has_missed = False
+            member.missed_update = False
             return []
         if version and member.serves:
             await self._stage(member, version, deadline)
-        member.has_missed = False
+        member.missed_update = False
         return await self._switch(member, version, deadline)
 
     async def _look(self, member: _Member, deadline: float) -> None:
-        """See whether it is as it was left. Raises _Failed: it does not answer."""
+        """Check whether it still serves what it served last. Raises _PhaseFailed if it does not answer."""
         try:
-            name = await self._phase(member, "look", member.replica.weight_version(), deadline)
-        except _Failed:
+            name = await self._run_phase(member, "look", member.replica.weight_version(), deadline)
+        except _PhaseFailed:
             member.serves = ""
             raise
-        if name == NEW:
-            member.is_known = True  # nobody has started an update
+        if name == INITIAL_NAME:
+            member.is_state_known = True  # no update has been started since it started
         if name != member.serves:
             member.serves = ""
 
     async def _stage(self, member: _Member, version: int, deadline: float) -> None:
-        """Wait until its workers have the bytes. Raises _Failed: one cannot have them."""
+        """Wait until its workers have the bytes. Raises _PhaseFailed if one cannot get them."""
         try:
-            await self._ranks(member, "stage", self.scheme.wait_staged, version, deadline)
-        except _Failed as failed:
+            await self._run_on_ranks(member, "stage", self.scheme.wait_staged, version, deadline)
+        except _PhaseFailed as failed:
             if not any(isinstance(failure.error, PeerLost | NotConnected) for failure in failed.failures):
                 raise
-            member.serves = ""  # it is another process now, which knows no sender
+            member.serves = ""  # its process is gone, and a new one must connect first
 
     async def _switch(self, member: _Member, version: int, deadline: float) -> list[Failure]:
-        """One pause, with all that is done in it. The member's lock is held."""
+        """Pause the replica, load the version, and end the pause. The caller holds the member's lock."""
         failures: list[Failure] = []
-        member.switching = asyncio.current_task()
+        member.switching_task = asyncio.current_task()
         try:
-            await self._phase(member, "pause", member.replica.pause(), deadline)
-            if member.serves and member.is_known:
+            await self._run_phase(member, "pause", member.replica.pause(), deadline)
+            if member.serves and member.is_state_known:
                 failures = await self._load(member, version, deadline)
             else:
                 await self._take_in(member, version, deadline)
             if not failures:
-                await self._phase(member, "reset", member.replica.reset(), deadline)
-        except _Failed as failed:
+                await self._run_phase(member, "reset", member.replica.reset(), deadline)
+        except _PhaseFailed as failed:
             member.serves = ""
             failures = failed.failures
         except asyncio.CancelledError:
-            member.serves = ""  # what it was asked last may come after what it is asked now
+            member.serves = ""  # the engine may still carry out the cancelled request, after later ones
             raise
         finally:
-            # A mixture of versions makes wrong tokens, or ends its engine. It stays paused, until it is taken in.
+            # A replica of mixed versions makes wrong tokens, or its engine ends. It stays paused until it is taken in.
             try:
                 limit = asyncio.get_running_loop().time() + RESUME_SECONDS
                 if not self._is_mixed(member, failures):
-                    await self._phase(member, "resume", member.replica.resume(), limit)
-            except _Failed as failed:
+                    await self._run_phase(member, "resume", member.replica.resume(), limit)
+            except _PhaseFailed as failed:
                 member.serves = ""
                 failures = failures or failed.failures
-            member.switching = None
+            member.switching_task = None
         if version and not failures:
-            await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
+            await self._run_on_ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
         return failures
 
     def _is_mixed(self, member: _Member, failures: list[Failure]) -> bool:
-        """Whether its ranks have told that they are neither at the new version nor at the one before, or not all at the
-        same one."""
-        told = [failure.error.type_name for failure in failures if isinstance(failure.error, RemoteError)]
-        is_mixed = any(name.endswith(LOST) for name in told) or (len(told) > 0 and len(self._versions(member)) > 1)
+        """Whether a rank has reported that it is neither at the new version nor at the one before, or a rank has
+        reported a failure, and not all ranks are at one version. Then it is unknown what the replica serves."""
+        types = [failure.error.type_name for failure in failures if isinstance(failure.error, RemoteError)]
+        is_lost = any(name.endswith(ENGINE_LOST) for name in types)
+        is_mixed = is_lost or (len(types) > 0 and len(self._applied_versions(member)) > 1)
         if is_mixed:
             member.serves = ""
         return is_mixed
 
-    def _versions(self, member: _Member) -> set[int]:
-        """Those that its ranks have applied."""
+    def _applied_versions(self, member: _Member) -> set[int]:
         return {status.version for worker, status in self.scheme.status().items() if worker in member.workers} or {0}
 
     async def _load(self, member: _Member, version: int, deadline: float) -> list[Failure]:
-        """A version into a replica that is known. Returns why it serves the one before. Raises _Failed: it is not known
-        any more."""
+        """Load a version into a replica whose state is known. Returns failures if it went back to the version before.
+        Raises _PhaseFailed if its state is unknown now."""
         replica, before = member.replica, member.serves
         epoch, name = self.scheme.epoch, weight_version(self.scheme.epoch, version)
-        member.is_known, member.serves = False, ""
-        await self._phase(member, "start", replica.start(), deadline)
-        # The engine's own deadline comes first: then its ranks have time to vote, and to go back.
+        member.is_state_known, member.serves = False, ""
+        await self._run_phase(member, "start", replica.start(), deadline)
+        # The engine gets half the time, so that its ranks can vote and go back before our deadline.
         seconds = (deadline - asyncio.get_running_loop().time()) / 2
         info = {"version": version, "epoch": epoch, "timeout": max(0.1, seconds)}
         failures: list[Failure] = []
         try:
-            await self._phase(member, "update", replica.update(info), deadline)
-        except _Failed as failed:
+            await self._run_phase(member, "update", replica.update(info), deadline)
+        except _PhaseFailed as failed:
             if not failed.was_refused:
                 raise
             failures, name = failed.failures, before
         try:
-            await self._phase(member, "finish", replica.finish(None if failures else name), deadline)
-        except _Failed as failed:
-            # After a failed update, vLLM's ranks that have not raised are in the middle of it, and the last one is not.
+            await self._run_phase(member, "finish", replica.finish(None if failures else name), deadline)
+        except _PhaseFailed as failed:
+            # After a failed update, the rank that raised refuses `finish`, but vLLM's other ranks need it.
             if not failures or not failed.was_refused:
                 raise
-        member.is_known, member.serves = True, name
-        return failures and [*failures, *await self._reports(member, version)]
+        member.is_state_known, member.serves = True, name
+        return failures and [*failures, *await self._rank_failures(member, version)]
 
     async def _take_in(self, member: _Member, version: int, deadline: float) -> None:
-        """The newest version into a replica that may be in any state, without start and finish. Raises _Failed."""
+        """Load the newest version into a replica in any state, without start and finish. Raises _PhaseFailed."""
         bus, replica = self.scheme.bus, member.replica
-        if (count := await self._phase(member, "connect", replica.world_size(), deadline)) != replica.ranks:
+        if (count := await self._run_phase(member, "connect", replica.world_size(), deadline)) != replica.ranks:
             wrong = ValueError(f"it has {count} ranks: give its replica object ranks={count}")
-            raise _Failed(member, None, "connect", wrong)
-        who = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
+            raise _PhaseFailed(member, None, "connect", wrong)
+        own = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
         try:
-            await self._phase(member, "connect", replica.connect({**self._info, **who, **replica.init}), deadline)
-        except _Failed as failed:
+            await self._run_phase(member, "connect", replica.connect({**self._info, **own, **replica.init}), deadline)
+        except _PhaseFailed as failed:
             if version and failed.was_refused:
-                failed.failures += await self._reports(member, version)
+                failed.failures += await self._rank_failures(member, version)
             raise
         if version:
-            await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
-        if len(versions := self._versions(member)) > 1:
-            raise _Failed(member, None, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
+            await self._run_on_ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
+        if len(versions := self._applied_versions(member)) > 1:
+            raise _PhaseFailed(member, None, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
         name = weight_version(self.scheme.epoch, versions.pop())
-        await self._phase(member, "finish", replica.set_weight_version(name), deadline)
+        await self._run_phase(member, "finish", replica.set_weight_version(name), deadline)
         member.serves = name
 
-    async def _reports(self, member: _Member, version: int) -> list[Failure]:
-        """What its ranks have told the sender of a version that they have not loaded."""
+    async def _rank_failures(self, member: _Member, version: int) -> list[Failure]:
+        """The failures to load a version that its ranks have reported to the sender."""
         try:
             limit = asyncio.get_running_loop().time() + REPORT_SECONDS
-            await self._ranks(member, "update", self.scheme.wait_version, version, limit)
-        except _Failed as failed:
+            await self._run_on_ranks(member, "update", self.scheme.wait_version, version, limit)
+        except _PhaseFailed as failed:
             return [failure for failure in failed.failures if isinstance(failure.error, RemoteError)]
         return []
 
     # -- between updates -----------------------------------------------------------------------------------------------
 
     async def _watch(self, member: _Member) -> NoReturn:
-        """Take a replica in that has come back, or that an update has left in an unknown state."""
+        """Keep taking the replica in when it has come back, or when an update has left it in an unknown state."""
         seconds = self._watch_seconds
         while True:
             await asyncio.sleep(seconds)
             async with member.lock:
-                failures = await self._look_after(member)
-            seconds = min(2 * seconds, MOST_SECONDS) if failures else self._watch_seconds
+                failures = await self._recover(member)
+            seconds = min(2 * seconds, MAX_WATCH_SECONDS) if failures else self._watch_seconds
             for failure in failures:
                 logger.warning("asyncsync: a replica is not taken in: %s", failure)
 
-    async def _look_after(self, member: _Member) -> list[Failure]:
+    async def _recover(self, member: _Member) -> list[Failure]:
         now, served, status = asyncio.get_running_loop().time(), member.serves, self.scheme.status()
         is_lost = any(worker not in status or status[worker].state == "lost" for worker in member.workers)
-        if served and not member.has_missed and not is_lost:
+        if served and not member.missed_update and not is_lost:
             return []
         try:
             await self._look(member, now + PROBE_SECONDS)
-            if member.serves and not member.has_missed:
+            if member.serves and not member.missed_update:
                 return []
             return await self._advance(member, self.scheme.version, now + self._connect_seconds)
-        except _Failed as failed:
+        except _PhaseFailed as failed:
             if failed.failures[0].phase != "look":
                 return failed.failures
             if isinstance(failed.failures[0].error, TimeoutError):
@@ -436,24 +436,24 @@ class Fleet:
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
-    async def _phase(self, member: _Member, phase: str, call: Awaitable[T], deadline: float) -> T:
-        """Await a call until the deadline, and note how long it took. Raises _Failed."""
+    async def _run_phase(self, member: _Member, phase: str, call: Awaitable[T], deadline: float) -> T:
+        """Await a call until the deadline, and note how long it took. Raises _PhaseFailed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
                 return await call
         except Exception as error:
-            raise _Failed(member, None, phase, error) from error
+            raise _PhaseFailed(member, None, phase, error) from error
         finally:
             member.seconds[phase] = member.seconds.get(phase, 0.0) + loop.time() - began
 
-    async def _ranks(self, member: _Member, phase: str, wait: Wait, version: int, deadline: float) -> None:
-        """The same with one of the scheme's waits for these workers. Raises _Failed, which names ranks."""
+    async def _run_on_ranks(self, member: _Member, phase: str, wait: Wait, version: int, deadline: float) -> None:
+        """The same with one of the scheme's waits, for the member's workers. Raises _PhaseFailed, which names ranks."""
         workers, seconds = list(member.workers), max(0.0, deadline - asyncio.get_running_loop().time())
         try:
-            await self._phase(member, phase, wait(version, workers, seconds), deadline + REPORT_SECONDS)
-        except _Failed as failed:
+            await self._run_phase(member, phase, wait(version, workers, seconds), deadline + REPORT_SECONDS)
+        except _PhaseFailed as failed:
             if isinstance(error := failed.failures[0].error, PartialSendError):
                 named = sorted(error.failed.items())
                 failed.failures = [_failure(member, worker - workers[0], phase, why) for worker, why in named]

@@ -1,8 +1,8 @@
-"""Replicas: how a fleet speaks to one vLLM engine, over HTTP or in this process.
+"""Replicas: a fleet calls one vLLM engine through such an object, over HTTP or in this process.
 
-The methods are vLLM's, one call each. A method raises :class:`Refused` with the engine's words if the engine has
-answered with an error. With any other exception it is unknown whether the engine has done what it was asked. None has a
-deadline of its own: the fleet cancels them.
+Each method is one call of vLLM. If the engine answers with an error, the method raises :class:`Refused` with the
+engine's message. After any other exception, it is unknown whether the engine has done what it was asked to do. The
+methods have no deadlines, because the fleet cancels them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PAUSES = ("keep", "wait", "abort")
 
 
 class Refused(WeightSyncError):
-    """The engine has answered with an error; the message has its words."""
+    """The engine has answered with an error; this has its message."""
 
 
 class Replica(Protocol):
     """One inference engine of a fleet.
 
     Attributes:
-        name: what results call it.
+        name: its name in results.
         ranks: how many processes hold its model: tensor × pipeline × data parallel.
-        init: what its engine is told beside what the fleet knows, such as ``{"client_key": path}``; see
-            :class:`asyncsync.engines.vllm.info.InitInfo`.
+        init: fields of :class:`asyncsync.engines.vllm.info.InitInfo` for its engine, besides those that the fleet
+            sets, such as ``{"client_key": path}``.
     """
 
     name: str
@@ -43,47 +43,47 @@ class Replica(Protocol):
         """The name of the version that it serves; ``"default"`` after its start."""
 
     async def set_weight_version(self, name: str) -> None:
-        """Set that name, and nothing else."""
+        """Set that name, and change nothing else."""
 
     async def world_size(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Have it connect to the sender, and load the newest version."""
 
     async def pause(self) -> None:
-        """Have it make no tokens from here on."""
+        """Have it generate no more tokens."""
 
     async def resume(self) -> None:
-        """End the pause, if there is one."""
+        """End the pause, if it is paused."""
 
     async def start(self) -> None:
         """Begin an update."""
 
     async def update(self, info: Mapping[str, Any]) -> None:
-        """Have it load this version: ``{"version", "epoch", "timeout"}``."""
+        """Have it load a version; ``info`` has ``"version"``, ``"epoch"`` and ``"timeout"``."""
 
     async def finish(self, name: str | None) -> None:
-        """End the update; ``name`` of the version that is served now, None: the one before."""
+        """End the update. ``name``: of the version that it serves now; None: it serves the one before."""
 
     async def reset(self) -> None:
-        """Forget what was computed with the weights before, of running requests, too."""
+        """Clear what it has computed with the weights before, also for running requests."""
 
     async def close(self) -> None:
-        """Release what this object has. The engine goes on."""
+        """Release this object's resources. The engine goes on."""
 
 
 class HTTPReplica:
-    """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``, whose routes these are.
+    """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1``, which adds the routes that this uses.
 
     Args:
         url: ``http://host:port``, or https.
-        name: what results call it; empty: host and port.
+        name: its name in results; empty: host and port.
         ranks: tensor × pipeline × data parallel size.
-        pause: what becomes of the requests that run: ``"keep"``: they go on after it, with the new weights;
-            ``"wait"``: the pause begins when they have ended; ``"abort"``.
+        pause: what happens to running requests: ``"keep"``: they go on after the pause, with the new weights;
+            ``"wait"``: the pause begins when they have ended; ``"abort"``: they are aborted.
         init: see :class:`Replica`.
-        headers: for each request, such as those that a proxy wants.
+        headers: sent with each request, for example because a proxy needs them.
     """
 
     def __init__(
@@ -105,41 +105,41 @@ class HTTPReplica:
         self.name, self.ranks, self.init = name or f"{self.host}:{self.port}", ranks, init or {}
 
     async def weight_version(self) -> str:
-        return str((await self._ask("GET", "/weight_info"))["weight_version"])
+        return str((await self._request("GET", "/weight_info"))["weight_version"])
 
     async def set_weight_version(self, name: str) -> None:
-        await self._ask("POST", "/update_weight_version", {"new_version": name})
+        await self._request("POST", "/update_weight_version", {"new_version": name})
 
     async def world_size(self) -> int:
-        return int((await self._ask("GET", "/get_world_size"))["world_size"])
+        return int((await self._request("GET", "/get_world_size"))["world_size"])
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+        await self._request("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     async def pause(self) -> None:
-        await self._ask("POST", f"/pause?{urlencode({'mode': self._mode, 'clear_cache': 'false'})}")
+        await self._request("POST", f"/pause?{urlencode({'mode': self._mode, 'clear_cache': 'false'})}")
 
     async def resume(self) -> None:
-        await self._ask("POST", "/resume")
+        await self._request("POST", "/resume")
 
     async def start(self) -> None:
-        await self._ask("POST", "/start_weight_update")
+        await self._request("POST", "/start_weight_update")
 
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._ask("POST", "/update_weights", {"update_info": dict(info)})
+        await self._request("POST", "/update_weights", {"update_info": dict(info)})
 
     async def finish(self, name: str | None) -> None:
-        await self._ask("POST", "/finish_weight_update", {} if name is None else {"weight_version": name})
+        await self._request("POST", "/finish_weight_update", {} if name is None else {"weight_version": name})
 
     async def reset(self) -> None:
-        _check_reset((await self._ask("POST", "/reset_prefix_cache?reset_running_requests=true"))["success"])
+        _check_reset((await self._request("POST", "/reset_prefix_cache?reset_running_requests=true"))["success"])
 
     async def close(self) -> None:
-        """Nothing: each request has a connection of its own."""
+        """Do nothing, because each request has a connection of its own."""
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        """One request of HTTP/1.0, so that the answer ends with the connection. asyncio's own streams, because a
-        request in a thread could not be cancelled."""
+    async def _request(self, method: str, path: str, body: Any = None) -> Any:
+        """Make one request of HTTP/1.0, so that the answer ends with the connection. This uses asyncio's streams,
+        because a request in a thread could not be cancelled."""
         text = b"" if body is None else json.dumps(body).encode()
         headers = {"Host": f"{self.host}:{self.port}", "Content-Type": "application/json", **self._headers}
         lines = [f"{method} {self._path}{path} HTTP/1.0", *(f"{name}: {value}" for name, value in headers.items())]
@@ -154,20 +154,20 @@ class HTTPReplica:
                     raise ConnectionError(f"{self.name} answers {path} with more than {MAX_ANSWER} bytes")
         finally:
             writer.close()
-        told, end, payload = bytes(answer).partition(b"\r\n\r\n")
-        status = told.split(None, 2)[1:2]
+        answer_head, end, payload = bytes(answer).partition(b"\r\n\r\n")
+        status = answer_head.split(None, 2)[1:2]
         if not end or not status or not status[0].isdigit():
             raise ConnectionError(f"{self.name} has closed the connection before it answered {path}")
         try:
-            found = json.loads(payload or b"{}")
+            result = json.loads(payload or b"{}")
         except ValueError:
-            found = payload[:2000].decode(errors="replace")
+            result = payload[:2000].decode(errors="replace")
         if status[0] == b"200":
-            return found
-        error = found.get("error", found) if isinstance(found, dict) else found
-        said = error.get("message", error) if isinstance(error, dict) else error
+            return result
+        error = result.get("error", result) if isinstance(result, dict) else result
+        message = error.get("message", error) if isinstance(error, dict) else error
         hint = "; is VLLM_SERVER_DEV_MODE=1 set there?" if status[0] == b"404" else ""
-        raise Refused(f"{path.partition('?')[0]}: {status[0].decode()}: {said}{hint}")
+        raise Refused(f"{path.partition('?')[0]}: {status[0].decode()}: {message}{hint}")
 
 
 class AsyncLLMReplica:
@@ -186,10 +186,10 @@ class AsyncLLMReplica:
         self.name, self.ranks, self.init = name, ranks, init or {}
 
     async def weight_version(self) -> str:
-        return str(await self._answered(self._engine.get_weight_version()))
+        return str(await _raising_refused(self._engine.get_weight_version()))
 
     async def set_weight_version(self, name: str) -> None:
-        await self._answered(self._engine.update_weight_version(name))
+        await _raising_refused(self._engine.update_weight_version(name))
 
     async def world_size(self) -> int:
         return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
@@ -198,101 +198,99 @@ class AsyncLLMReplica:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=dict(info))
-        await self._answered(self._engine.init_weight_transfer_engine(request))
+        await _raising_refused(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self) -> None:
-        await self._answered(self._engine.pause_generation(mode=self._mode, clear_cache=False))
+        await _raising_refused(self._engine.pause_generation(mode=self._mode, clear_cache=False))
 
     async def resume(self) -> None:
-        await self._answered(self._engine.resume_generation())
+        await _raising_refused(self._engine.resume_generation())
 
     async def start(self) -> None:
-        await self._answered(self._engine.start_weight_update())
+        await _raising_refused(self._engine.start_weight_update())
 
     async def update(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._answered(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
+        await _raising_refused(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
 
     async def finish(self, name: str | None) -> None:
-        await self._answered(self._engine.finish_weight_update(name))
+        await _raising_refused(self._engine.finish_weight_update(name))
 
     async def reset(self) -> None:
-        _check_reset(await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True)))
+        _check_reset(await _raising_refused(self._engine.reset_prefix_cache(reset_running_requests=True)))
 
     async def close(self) -> None:
-        """Nothing: the engine is yours."""
-
-    async def _answered(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
+        """Do nothing, because the engine is the caller's."""
 
 
 class LLMReplica:
-    """An ``LLM`` of this process, which blocks: it is used in one thread, which this object has. Generate by
-    ``await replica.run(llm.generate, …)``. Arguments as of :class:`HTTPReplica`; a pause begins when what runs has
+    """An ``LLM`` of this process. Its methods block, so this object calls them in a thread of its own. Generate with
+    ``await replica.run(llm.generate, …)``. Arguments as of :class:`HTTPReplica`; a pause begins when running calls have
     ended."""
 
     def __init__(self, llm: Any, *, name: str = "LLM", ranks: int = 1, init: Mapping[str, Any] | None = None) -> None:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._gate, self._is_paused = asyncio.Lock(), False
+        self._lock, self._is_paused = asyncio.Lock(), False  # held by each call of run(), and during a pause
         self.name, self.ranks, self.init = name, ranks, init or {}
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call a function in the engine's thread, not within a pause."""
-        async with self._gate:
+        """Call a function in the engine's thread. During a pause, wait until it ends."""
+        async with self._lock:
             return await self._in_thread(function, *arguments, **named)
 
     async def weight_version(self) -> str:
-        return str(await self._answered(self._llm.get_weight_version))
+        return str(await self._call(self._llm.get_weight_version))
 
     async def set_weight_version(self, name: str) -> None:
-        await self._answered(self._llm.update_weight_version, name)
+        await self._call(self._llm.update_weight_version, name)
 
     async def world_size(self) -> int:
         return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._answered(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
+        await self._call(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
 
     async def pause(self) -> None:
         if not self._is_paused:
-            await self._gate.acquire()
+            await self._lock.acquire()
             self._is_paused = True
 
     async def resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self._gate.release()
+            self._lock.release()
 
     async def start(self) -> None:
-        await self._answered(self._llm.start_weight_update)
+        await self._call(self._llm.start_weight_update)
 
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._answered(self._llm.update_weights, {"update_info": dict(info)})
+        await self._call(self._llm.update_weights, {"update_info": dict(info)})
 
     async def finish(self, name: str | None) -> None:
-        await self._answered(self._llm.finish_weight_update, name)
+        await self._call(self._llm.finish_weight_update, name)
 
     async def reset(self) -> None:
-        _check_reset(await self._answered(self._llm.reset_prefix_cache, reset_running_requests=True))
+        _check_reset(await self._call(self._llm.reset_prefix_cache, reset_running_requests=True))
 
     async def close(self) -> None:
-        """End the thread, when what it does has ended. The engine is yours."""
+        """End the thread after its current call. The engine is the caller's."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _answered(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        try:
-            return await self._in_thread(function, *arguments, **named)
-        except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}") from error
+    async def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        return await _raising_refused(self._in_thread(function, *arguments, **named))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        # A call that is cancelled goes on in the thread; the next one comes after it.
+        # If this is cancelled, the call goes on in the thread, and the next call follows it.
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments, **named))
+
+
+async def _raising_refused(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
 
 
 def _checked_pause(mode: str) -> str:
@@ -303,4 +301,4 @@ def _checked_pause(mode: str) -> str:
 
 def _check_reset(is_done: Any) -> None:
     if not is_done:
-        raise Refused("the prefix cache was not reset, and has what was computed with other weights")
+        raise Refused("the prefix cache was not reset, so it has results of other weights")

@@ -14,27 +14,27 @@ ANY_LAG = 1 << 62
 
 
 class Staleness:
-    """An async context that is entered where this receiver is at most ``max_lag`` versions behind its sender. Usage::
+    """An async context that is entered only if this receiver is at most ``max_lag`` versions behind its sender. Usage::
 
         fresh = Staleness(scheme, max_lag=2)             # one for the whole server
         async with fresh as version:                     # in each request, or before each episode
             outputs = await asyncio.to_thread(model, inputs)
 
-    Each entering asks the sender, which costs a round trip. So it is guaranteed: what this receiver has applied when
-    the block begins is at most ``max_lag`` versions behind what the sender had when it was entered. Updates that come
-    inside the block are applied as always; to have one version in all of it, use ``scheme.hold()``, too.
+    It asks the sender whenever a block is entered, which costs a round trip. This guarantees that the version that this
+    receiver has applied when the block begins is at most ``max_lag`` behind the version that the sender had when the
+    block was entered. Inside the block, updates are applied as always; to keep one version, use ``scheme.hold()``, too.
 
     Args:
         scheme: a connected receiver with the asyncio API.
-        max_lag: versions; 0: the newest.
-        on_late: where it is further behind: ``"wait"`` for the update, or ``"raise"`` :class:`Stale` at once.
+        max_lag: in versions; 0: only the newest will do.
+        on_late: if it is further behind: ``"wait"`` for the update, or ``"raise"`` :class:`Stale` at once.
         timeout: seconds to wait for the sender's answer, and for the update.
-        max_age: seconds for which an answer counts for others that enter: then what the sender had is so old at most,
-            and a busy server asks so often at most.
+        max_age: in seconds. One question serves for all blocks that are entered within this time after it. So a busy
+            server asks less often, and the guarantee holds for the version that the sender had up to ``max_age`` ago.
 
     Raises:
-        AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-        Stale: with ``on_late="raise"``: it is further behind, or the sender is lost.
+        AckTimeout: within the timeout, the sender did not answer, or the update was not applied.
+        Stale: with ``on_late="raise"``, it is further behind, or the sender is lost.
         SchemaMismatch, RemoteError, NotConnected, ClosedError, Fenced: as ``scheme.wait_lag``.
         TypeError, ValueError: invalid arguments (of the constructor).
     """
@@ -60,25 +60,25 @@ class Staleness:
         self._waits = on_late == "wait"
         self._timeout = timeout
         self._max_age = max_age
-        self._asked = -math.inf  # when the question was sent whose answer was good enough
+        self._last_asked = -math.inf  # when the last question was sent that led to a block
 
     async def __aenter__(self) -> int:
         now = asyncio.get_running_loop().time()
-        if now - self._asked < self._max_age:
+        if now - self._last_asked < self._max_age:
             return self._scheme.version
         if not self._waits:
-            self._check_there()
+            self._check_connected()
         version = await self._scheme.wait_lag(self._max_lag if self._waits else ANY_LAG, self._timeout)
         if not self._waits:
             self._check_lag()
-        self._asked = max(now, self._asked)
+        self._last_asked = max(now, self._last_asked)
         return version
 
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    def _check_there(self) -> None:
-        """Whether there is a sender to ask: an answer would only come with its successor."""
+    def _check_connected(self) -> None:
+        """Raises Stale if the sender is lost: only its successor would answer."""
         for status in self._scheme.status().values():
             if status.state == "lost" and not self._scheme.closed:
                 raise Stale(f"version {status.version} may be too old: {status.reason}", status.version, None)

@@ -1,1 +1,1 @@
-"""The weights in a model: strategies, where a model keeps its tensors, updates that are prepared, and the gate."""
+"""The weights in a model: the selection and strategy, the binding to a model, prepared updates, and the gate."""

@@ -1,19 +1,20 @@
-"""The gate lets a weight update through to the model only when nobody is reading it.
+"""The gate lets a weight update through to the model only when the model has no reader.
 
     gate = Gate()
-    gate.attach(policy)              # calls of policy(...) are readers from now on, in tasks and in threads
-    gate.offer(copy_weights, done)   # applied at once if nobody reads, else by the last reader to leave
+    gate.attach(policy)              # each call policy(...) is a reader from now on, in any task or thread
+    gate.offer(copy_weights, done)   # applied at once if there is no reader, else by the last reader to leave
 
-    with gate.hold():                # so is this block; `async with gate.hold():` waits without blocking the loop
+    with gate.hold():                # this block is a reader, too; `async with gate.hold():` does not block the loop
         policy.act(observation)
 
-Covered are calls of an attached module, and of the methods that `attach_methods` is given. Not covered are its other
-methods, calls of its submodules, an `async def forward`, and hooks that a compiler has removed: put `hold()` around
-those; :func:`check_calls` warns of them. A thread started inside a hold without its context is a stranger to it;
-asyncio.to_thread passes the context on (`contextvars.copy_context().run`).
+The gate counts calls of an attached module, and calls of the methods that were given to `attach_methods`. It does not
+see the module's other methods, calls of its submodules, the work of an `async def forward`, or calls from which a
+compiler has removed the hooks: put `hold()` around those. :func:`check_calls` warns of cases that it can recognise. A
+thread that was started inside a hold belongs to that hold only if it runs in a copy of its context
+(`contextvars.copy_context().run`), as asyncio.to_thread does.
 
-Calls of a module are seen by its forward hooks. A method is wrapped on the object itself, where an attribute goes
-before the class's method: other objects of the class, and copies of this one, have the method as it is.
+The gate sees a module's calls by forward hooks. It wraps a method in an attribute of the one object. So other objects
+of the class, and copies of this object, keep the method unchanged.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ _log = logging.getLogger("asyncsync")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 PATIENCE = 30.0
-_TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
-BLOCKED_SECONDS = 1.0  # without a turn of the loop, from one call to another
-LOOK_SECONDS = BLOCKED_SECONDS / 4  # between two looks: to have the loop call back costs a microsecond
+_RECHECK_SECONDS = 0.05  # a waiting reader looks for abandoned readers this often
+BLOCKED_SECONDS = 1.0  # warn if the loop runs no callback for so long, while the model is called
+CHECK_SECONDS = BLOCKED_SECONDS / 4  # between two checks of the loop, because a call_soon costs a microsecond
 
 
 class Reader:
-    """One reader inside, and the token by which readers nested in it are known: the call of a module with this
-    ``frame``; None: a hold, of this ``task`` if it is a task's."""
+    """One call of a module or method, or one hold. While it is open, it is also the token by which readers inside it
+    are recognised. ``frame`` is the call's; None for a hold, whose ``task`` is None outside of tasks."""
 
     __slots__ = ("frame", "gate", "is_abandoned", "key", "parent", "task", "thread")
 
     def __init__(self, gate: Gate, frame: FrameType | None = None, task: object = None) -> None:
-        self.gate: Gate | None = gate  # None once closed, so that a token inherited by a task keeps nothing alive
+        self.gate: Gate | None = gate  # None once closed: a task that inherited the token then keeps no gate alive
         self.frame = frame
         self.task = task
         self.key: object = self if frame is None else frame
@@ -76,34 +77,34 @@ class Reader:
         self.gate = self.frame = self.key = None
 
 
-# The innermost reader of this context: forwards and holds of every gate, linked through `parent`.
+# The innermost reader of this context, of any gate. `parent` leads to the readers around it.
 innermost: ContextVar[Reader | None] = ContextVar("asyncsync_reader", default=None)
-# What is called, with the gate, by each reader of this context that has come in; None: nothing.
-entered: ContextVar[Callable[[Gate], None] | None] = ContextVar("asyncsync_entered", default=None)
+# Each reader of this context calls this with its gate when it has entered; None: it calls nothing.
+on_enter: ContextVar[Callable[[Gate], None] | None] = ContextVar("asyncsync_on_enter", default=None)
 
 
 class Hold(Generic[T]):
-    """An open `with gate.hold():` block keeps updates out. One that is thrown away open no longer counts. The block is
-    given what ``look`` returns when it begins."""
+    """A `with gate.hold():` block, which keeps updates out while it is open. If the object is garbage-collected while
+    it is open, it no longer counts. ``enter_result`` makes the value of `with … as value`, when the block begins."""
 
-    __slots__ = ("_gate", "_look", "_reader")
+    __slots__ = ("_enter_result", "_gate", "_reader")
 
-    def __init__(self, gate: Gate, look: Callable[[], T]) -> None:
+    def __init__(self, gate: Gate, enter_result: Callable[[], T]) -> None:
         self._gate = gate
-        self._look = look
+        self._enter_result = enter_result
         self._reader: Reader | None = None
 
     def _start(self) -> Reader:
         if self._reader is not None and self._reader.gate is not None:
             raise RuntimeError("this Hold is open already; call hold() again for a nested one")
-        self._reader = Reader(self._gate, task=_task())
+        self._reader = Reader(self._gate, task=_current_task())
         return self._reader
 
     def __enter__(self) -> T:
         reader = self._start()
         try:
             self._gate.enter(reader)
-            return self._look()
+            return self._enter_result()
         except BaseException:
             self._gate.leave(reader)
             raise
@@ -112,7 +113,7 @@ class Hold(Generic[T]):
         if self._reader is not None:
             try:
                 self._gate.leave(self._reader)
-            except BaseException:  # Ctrl-C, before it had left perhaps: the next sweep closes it
+            except BaseException:  # Ctrl-C, perhaps before it had left: then the next sweep closes it
                 self._reader.is_abandoned = True
                 raise
 
@@ -120,7 +121,7 @@ class Hold(Generic[T]):
         reader = self._start()
         try:
             await self._gate.enter_async(reader)
-            return self._look()
+            return self._enter_result()
         except BaseException:
             self._gate.leave(reader)
             raise
@@ -130,12 +131,13 @@ class Hold(Generic[T]):
 
     def __del__(self) -> None:
         if (reader := self._reader) is not None:
-            reader.is_abandoned = True  # no more than a mark, as the garbage collector may be inside the gate
+            reader.is_abandoned = True  # only a mark, because the garbage collector may have interrupted the gate
 
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """What writes the models, and what is called when it has."""
+    """An update: ``apply`` writes the models, then the gate calls ``done``. :meth:`Gate.try_apply` says when it does so
+    for an update that was given to it. While an update is applied, ``frame`` and ``thread`` are those of that call."""
 
     apply: Callable[[], None]
     done: Callable[[BaseException | None], None]
@@ -145,60 +147,59 @@ class Writer:
 
 
 class LoopWatch:
-    """Whether the loop on which a gate's updates come in turns between calls of the model. Its ``thread`` is None until
-    it is bound; ``next_look`` is when :meth:`look` is due, by time.monotonic()."""
+    """Warns, once, if calls of the model keep the loop, on which a gate's updates arrive, from running its callbacks.
+    ``thread`` is the loop's, None until :meth:`bind`. The gate calls :meth:`check` on it when time.monotonic() has
+    reached ``next_check``."""
 
     def __init__(self) -> None:
         self.thread: int | None = None
-        self.next_look = math.inf
+        self.next_check = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: float | None = None  # since when the loop has been to call back
+        self._callback_due_since: float | None = None  # when the callback was scheduled; None: it has run
 
     def bind(self) -> None:
         self.thread = threading.get_ident()
-        self._loop, self._asked = running_loop(), None
-        self.next_look = math.inf if self._loop is None else 0.0
+        self._loop, self._callback_due_since = running_loop(), None
+        self.next_check = math.inf if self._loop is None else 0.0
 
     def end(self) -> None:
-        """Warn of nothing from now on."""
-        self._loop, self.next_look = None, math.inf
+        self._loop, self.next_check = None, math.inf
 
-    def look(self, now: float) -> None:
-        """Warn if the loop has not turned for a second. On its thread."""
+    def check(self, now: float) -> None:
         if self._loop is None or self._loop.is_closed():
             self.end()
-        elif self._asked is None:
-            self._asked, self.next_look = now, now + LOOK_SECONDS
-            self._loop.call_soon(self._turned)
-        elif (seconds := now - self._asked) < BLOCKED_SECONDS:
-            self.next_look = now + LOOK_SECONDS
+        elif self._callback_due_since is None:
+            self._callback_due_since, self.next_check = now, now + CHECK_SECONDS
+            self._loop.call_soon(self._note_callback)
+        elif (seconds := now - self._callback_due_since) < BLOCKED_SECONDS:
+            self.next_check = now + CHECK_SECONDS
         else:
             self.end()
             _log.warning(
-                "the model is called again and again on an event loop that has not turned for %.1f s: no weight update "
-                "can come in, nor the sender's goodbye. Await something between two calls (await asyncio.sleep(0) is "
-                "enough), call the model in a thread (await asyncio.to_thread(model, ...)), or take the schemes of "
-                "asyncsync.sync, which receive in a thread of their own",
+                "the model is called again and again on an event loop that has run nothing else for %.1f s: no weight "
+                "update can come in, nor the sender's goodbye. Await something between two calls (await "
+                "asyncio.sleep(0) is enough), call the model in a thread (await asyncio.to_thread(model, ...)), or use "
+                "the schemes of asyncsync.sync, which receive in a thread of their own",
                 seconds,
             )
 
-    def _turned(self) -> None:
-        self._asked = None
+    def _note_callback(self) -> None:
+        self._callback_due_since = None
 
 
 class Gate:
-    """Counts the readers of a receiver's models and applies a pending update when there are none. ``patience``: seconds
-    that an outermost reader waits while an update is pending, before AckTimeout."""
+    """Counts the readers of a receiver's models and applies a pending update when there are none. An outermost reader
+    waits ``patience`` seconds at most for a pending update, and then raises AckTimeout."""
 
     def __init__(self, *, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self._loop = LoopWatch()
+        self._loop_watch = LoopWatch()
         self._handles: list[Handle] = []
-        self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
-        self._update: Writer | None = None
+        self._readers: dict[object, Reader] = {}  # calls by their frame, holds by themselves
+        self._pending: Writer | None = None
         self._applying: Writer | None = None
-        self._torn = False  # an interrupted apply left the model half written: only an update may touch it next
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._is_torn = False  # an interrupted apply left the model half written: an update must come before any reader
+        self._waiting_tasks: set[asyncio.Future[None]] = set()  # a future for each task that waits to enter
         self._renew_locks()
         _gates.add(self)
 
@@ -206,19 +207,19 @@ class Gate:
         # Reentrant, because a garbage collection inside a locked region may close a generator that is inside a hold.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._asleep = 0  # readers that wait for it
+        self._num_waiting_threads = 0  # for _changed
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Gate belongs to one process and cannot be pickled or copied: make a new one")
 
     def bind(self) -> None:
-        """Make the calling thread the loop thread, which never waits for readers."""
-        self._loop.bind()
+        """Make the calling thread the loop thread. Calls and `with` holds there never wait for other readers."""
+        self._loop_watch.bind()
 
     @property
     def pending(self) -> bool:
         """Whether an update is waiting for readers to leave."""
-        return self._update is not None
+        return self._pending is not None
 
     @property
     def applying(self) -> bool:
@@ -226,104 +227,104 @@ class Gate:
 
     @property
     def readers(self) -> int:
-        """Forwards and holds inside, nested ones included."""
+        """The number of readers inside, nested ones included."""
         return len(self._readers)
 
     # Modules
 
     def attach(self, module: nn.Module) -> Sequence[Handle]:
-        """Count every call of a module as a reader, from the next call on, until these handles are detached; a second
-        attach of the same one changes nothing. Raises ValueError if it is compiled or scripted, so that hooks would not
-        run."""
+        """Count every call of a module as a reader, from the next call on, until the returned handles are detached.
+        Attaching an attached module changes nothing and returns no handles. Raises ValueError for a compiled or
+        scripted module, because its calls run no hooks."""
         _check_hookable(module)
         with self._mutex:
-            if any(isinstance(hook, Leave) and hook.gate is self for hook in forward_hooks(module).values()):
+            if any(isinstance(hook, LeaveHook) and hook.gate is self for hook in forward_hooks(module).values()):
                 return []
-            # First in, last out, so that the hooks that are there already read the weights inside the gate.
-            handles: list[Handle] = [module.register_forward_hook(Leave(self), always_call=True)]
-            handles.append(module.register_forward_pre_hook(Enter(self), prepend=True))
+            # Enter before the hooks that are already there and leave after them, because these may read the weights.
+            handles: list[Handle] = [module.register_forward_hook(LeaveHook(self), always_call=True)]
+            handles.append(module.register_forward_pre_hook(EnterHook(self), prepend=True))
             self._handles += handles
         return handles
 
     def attach_methods(self, model: object, names: Iterable[str]) -> Sequence[Handle]:
-        """Count every call of these methods of an object likewise. Raises as :func:`check_methods`, with nothing
-        changed."""
+        """Count every call of these methods of an object as a reader. Returns handles as :meth:`attach` does. Raises as
+        :func:`check_methods`, before anything is changed."""
         names = list(names)
         check_methods(model, names)
         methods: dict[str, GatedMethod] = {}
         with self._mutex:
             for name in names:
-                known = vars(model).get(name)
-                if not (isinstance(known, GatedMethod) and known.counts_for(self)):
-                    methods[name] = GatedMethod(self, model, name, known or getattr(model, name))
+                wrapped = vars(model).get(name)
+                if not (isinstance(wrapped, GatedMethod) and wrapped.counts_for(self)):
+                    methods[name] = GatedMethod(self, model, name, wrapped or getattr(model, name))
             vars(model).update(methods)
             self._handles += methods.values()
         return list(methods.values())
 
     def detach(self, handles: Sequence[Handle] | None = None) -> None:
-        """Remove these hooks and what wraps methods; None: all. Calls under way are counted until they return."""
+        """Remove these hooks and methods' wrappers; None: all of this gate. Calls under way count until they return."""
         with self._mutex:
-            gone = self._handles if handles is None else handles
-            self._handles = [handle for handle in self._handles if handle not in gone]
-        for handle in gone:
+            removed = self._handles if handles is None else handles
+            self._handles = [handle for handle in self._handles if handle not in removed]
+        for handle in removed:
             handle.remove()
 
     # Updates
 
     def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        """Apply an update as soon as nobody reads: now, or when the last reader leaves, in that reader's thread.
+        """Apply an update as soon as there is no reader: now, or when the last reader leaves, in that reader's thread.
 
-        An update that is still pending is replaced, and its `done` is never called. If `update`, which writes the
-        model, raises an Exception, it is dropped; anything else (KeyboardInterrupt) propagates, and no reader enters
-        before this update, or a newer one, has been applied whole. `done` is called with None or the Exception in the
-        thread that applied, before readers enter again, so that calls come in the order of the updates. What `done`
-        raises is logged.
+        The new update replaces one that is still pending, whose `done` is then never called. `update` writes the model.
+        If it raises an Exception, the gate drops it. If it raises anything else (KeyboardInterrupt), that propagates,
+        and no reader enters before this update, or a newer one, has been applied completely. The gate calls `done` with
+        None or the Exception, in the thread that applied, before readers enter again. So these calls have the order of
+        the updates. The gate logs an Exception that `done` raises.
         """
         with self._mutex:
-            self._update = Writer(update, done)
+            self._pending = Writer(update, done)
         self.poll()
 
     def withdraw(self) -> bool:
-        """Drop the pending update, unless an apply was interrupted and the model needs it; True if one was dropped."""
+        """Drop the pending update and return True; False if there is none, or if a half-written model needs it."""
         with self._mutex:
-            if self._update is None or self._torn:
+            if self._pending is None or self._is_torn:
                 return False
-            self._update = None
-            self._wake()
+            self._pending = None
+            self._wake_readers()
             return True
 
     def poll(self) -> None:
-        """Clear readers that were left behind and apply the pending update if nobody reads."""
-        if self._update is not None or self._applying is not None:
+        """Remove abandoned readers, and apply the pending update if there are no others."""
+        if self._pending is not None or self._applying is not None:
             if self._readers or self._applying is not None:
                 self._sweep()
-            while self._update is not None and self.try_apply():
-                pass  # others may have been offered meanwhile
+            while self._pending is not None and self.try_apply():
+                pass  # another one may have been offered meanwhile, by `done` or in another thread
 
     def try_apply(self, given: Writer | None = None) -> bool:
-        """Apply this update at once, in this thread, if nobody reads and no other is on its way; None: the pending one.
-        Whether it was applied.
+        """Apply the given update in this thread, if there is no reader and no other update; None: the pending one, if
+        there is no reader. Returns whether it was applied.
 
-        What `apply` of a given update raises is raised: after an Exception it is dropped, after an interrupt it is
-        pending. Its `done` is called only in the latter case, when it has been applied.
+        Raises what `apply` of a given update raises. After an Exception the gate drops that update. After an interrupt
+        it stays pending; only then does the gate call its `done`, when it has been applied after all.
         """
         frame = sys._getframe()
         error: Exception | None = None
         try:
             with self._mutex:
-                if self._readers or self._applying is not None or (given and self._update):
+                if self._readers or self._applying is not None or (given and self._pending):
                     return False
-                if (update := given or self._update) is None:
+                if (update := given or self._pending) is None:
                     return False
                 # In this order an interrupt between two lines loses nothing.
                 update.applied, update.frame, update.thread = False, frame, threading.get_ident()
                 self._applying = update
-                self._update = None
+                self._pending = None
             try:
                 update.apply()
             except Exception as exc:
                 error = exc
-            self._torn = False
+            self._is_torn = False
             update.applied = True
             if given is None:
                 try:
@@ -335,73 +336,73 @@ class Gate:
             return True
         finally:
             error = None
-            self._release(frame)
+            self._end_apply(frame)
             del frame  # it refers to itself by this name, and to its callers with all they hold
 
-    def _release(self, frame: FrameType) -> None:
+    def _end_apply(self, frame: FrameType) -> None:
         with self._mutex:
             update = self._applying
             if update is None or update.frame is not frame:
                 return
             if not update.applied:
-                self._torn = True
-                if self._update is None:
-                    self._update = update
+                self._is_torn = True
+                if self._pending is None:
+                    self._pending = update
             self._applying = None
             update.frame = None
-            if self._asleep or self._waiters:
-                self._wake()
+            if self._num_waiting_threads or self._waiting_tasks:
+                self._wake_readers()
 
-    def _wake(self) -> None:
-        if self._asleep:
+    def _wake_readers(self) -> None:
+        if self._num_waiting_threads:
             self._changed.notify_all()
-        for waiter in list(self._waiters):
+        for waiter in list(self._waiting_tasks):
             settle(waiter)
             if waiter.get_loop().is_closed():
-                self._waiters.discard(waiter)
+                self._waiting_tasks.discard(waiter)
 
     def _sweep(self) -> None:
-        """Clear what an interrupt has left behind: ended forwards, holds without an owner, a broken apply."""
+        """Remove what interrupts have left behind: calls that have ended, abandoned holds, an apply that has ended."""
         with self._mutex:
             readers = list(self._readers.values())
-        # Not under the mutex: to clear a finished frame may run destructors.
-        gone = [reader for reader in readers if reader.is_abandoned or _is_finished(reader.frame)]
+        # Without the mutex, because clearing a finished frame may run destructors.
+        ended = [reader for reader in readers if reader.is_abandoned or _is_finished(reader.frame)]
         with self._mutex:
-            for reader in gone:
+            for reader in ended:
                 self._close(reader)
         applying = self._applying
         if applying is not None and (frame := applying.frame) is not None and _is_finished(frame):
-            self._release(frame)
+            self._end_apply(frame)
 
     # Readers
 
     def hold(self) -> Hold[None]:
-        """A reader for `with` and `async with`. A forward or hold inside it, also in a task or in asyncio.to_thread
-        started inside, never waits. Entering it raises RuntimeError if it is open already; AckTimeout, but not on the
-        loop thread, if an update has been pending for `patience` seconds."""
+        """A reader for `with` and `async with`. Calls and holds inside it never wait for an update, also in a task or
+        in asyncio.to_thread started inside. Entering it raises RuntimeError if it is already open, and AckTimeout if it
+        has waited `patience` seconds for a pending update; `with` on the loop thread does not wait for one."""
         return Hold(self, lambda: None)
 
-    def _admit(self, reader: Reader, deadline: float, *, join: bool) -> float | None:
-        """Let a reader in. Else: after how many seconds to look again, 0 if the pending update goes first and nothing
-        is in its way. Under the mutex."""
+    def _admit(self, reader: Reader, deadline: float, *, may_join: bool) -> float | None:
+        """Let a reader in and return None, or return after how many seconds to try again: 0 if the pending update can
+        be applied now. ``may_join``: enter in spite of a pending update, on the loop thread and in a thread that is
+        inside already. Under the mutex."""
         if self._applying is not None:
             if self._applying.thread != reader.thread:
-                return self._nap(deadline)
-        elif self._update is not None:
+                return self._wait_seconds(deadline)
+        elif self._pending is not None:
             if not self._readers:
                 return 0.0
-            # A thread that is inside already, by another task of its loop, would block the task that it waits for.
-            inside = {self._loop.thread, *(other.thread for other in self._readers.values())}
-            if not (join and reader.thread in inside) and not any(self._around_caller()):
-                return self._nap(deadline)
+            # If another task of this thread is inside, waiting here would keep that task from leaving.
+            inside = {self._loop_watch.thread, *(other.thread for other in self._readers.values())}
+            if not (may_join and reader.thread in inside) and not any(self._readers_around_caller()):
+                return self._wait_seconds(deadline)
         if reader.key in self._readers:
             reader.key = reader
         self._readers[reader.key] = reader
         return None
 
-    def _around_caller(self) -> Iterator[Reader]:
-        """The forwards and holds of this gate that the caller is in, its own or those that it was started in; the
-        innermost first."""
+    def _readers_around_caller(self) -> Iterator[Reader]:
+        """This gate's readers in the caller's context, which a task or asyncio.to_thread inherits; innermost first."""
         reader = innermost.get()
         while reader is not None:
             if reader.gate is self:
@@ -410,38 +411,38 @@ class Gate:
 
     @property
     def held_by_caller(self) -> bool:
-        """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
-        for reader in self._around_caller():
+        """Whether this thread and task has a hold() of this gate open. Then no update is applied before it leaves."""
+        for reader in self._readers_around_caller():
             if reader.frame is None and reader.thread == threading.get_ident() and not reader.is_abandoned:
-                return reader.task is _task()
+                return reader.task is _current_task()
         return False
 
     def enter(self, reader: Reader) -> None:
         now = time.monotonic()
-        if now >= self._loop.next_look and reader.thread == self._loop.thread:
-            self._loop.look(now)
+        if now >= self._loop_watch.next_check and reader.thread == self._loop_watch.thread:
+            self._loop_watch.check(now)
         deadline = now + self.patience
         while True:
-            if self._update is not None or self._applying is not None:
+            if self._pending is not None or self._applying is not None:
                 self.poll()
             with self._mutex:
-                if (nap := self._admit(reader, deadline, join=True)) is not None:
-                    self._asleep += 1
+                if (seconds := self._admit(reader, deadline, may_join=True)) is not None:
+                    self._num_waiting_threads += 1
                     try:
-                        self._changed.wait(nap)
+                        self._changed.wait(seconds)
                     finally:
-                        self._asleep -= 1
-            if nap is None:
+                        self._num_waiting_threads -= 1
+            if seconds is None:
                 innermost.set(reader)
-                if (tell := entered.get()) is not None:
-                    tell(self)
+                if (callback := on_enter.get()) is not None:
+                    callback(self)
                 return
 
     def enter_call(self, frame: FrameType) -> None:
         self.enter(Reader(self, frame))
 
     def leave_call(self, frame: FrameType) -> None:
-        # There is no reader where a pre-hook has raised, this gate's or one before it.
+        # There is no reader if this gate's pre-hook has raised, or one before it.
         if (reader := self._readers.get(frame)) is not None:
             self.leave(reader)
 
@@ -449,33 +450,34 @@ class Gate:
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.patience
         while True:
-            if self._update is not None or self._applying is not None:
+            if self._pending is not None or self._applying is not None:
                 self.poll()
             with self._mutex:
-                if (nap := self._admit(reader, deadline, join=False)) is not None:
+                if (seconds := self._admit(reader, deadline, may_join=False)) is not None:
                     waiter: asyncio.Future[None] = loop.create_future()
-                    self._waiters.add(waiter)
-            if nap is None:
+                    self._waiting_tasks.add(waiter)
+            if seconds is None:
                 innermost.set(reader)
-                if (tell := entered.get()) is not None:
-                    tell(self)
+                if (callback := on_enter.get()) is not None:
+                    callback(self)
                 return
             try:
-                await asyncio.wait({waiter}, timeout=nap)
+                await asyncio.wait({waiter}, timeout=seconds)
             finally:
                 with self._mutex:
-                    self._waiters.discard(waiter)
+                    self._waiting_tasks.discard(waiter)
 
-    def _nap(self, deadline: float) -> float:
+    def _wait_seconds(self, deadline: float) -> float:
+        """How long to wait before the next try. Raises AckTimeout after the deadline."""
         left = deadline - time.monotonic()
         if left > 0:
-            return min(left, _TICK)
+            return min(left, _RECHECK_SECONDS)
         refused = f"Reading the model was refused: a weight update has been %s for {self.patience:g} s"
         if self._applying is not None:
-            where = _name(self._applying.thread)
+            where = _thread_name(self._applying.thread)
             raise AckTimeout(f"{refused % 'writing it'}, in {where}. Look for an apply_weights() that blocks.")
         threads = [reader.thread for reader in self._readers.values()]
-        names = ", ".join(sorted(set(map(_name, threads))))
+        names = ", ".join(sorted(set(map(_thread_name, threads))))
         raise AckTimeout(
             f"{refused % 'pending'} and must go first, but {len(threads)} reader(s) are still inside (in "
             f"{names or 'no thread'}). Look for a hold() that is never left or a forward that does not return, keep "
@@ -483,38 +485,39 @@ class Gate:
         )
 
     def _close(self, reader: Reader) -> None:
-        """Under the mutex. The reader may never have come in, or have left already."""
+        """Under the mutex. The reader may not have entered, or may have left already."""
         if self._readers.get(reader.key) is reader:
             del self._readers[reader.key]
         reader.close()
 
     def leave(self, reader: Reader) -> None:
-        # The closed token stays in its context: a generator or task may be closed in another one, with none to reset.
+        # The closed token stays in its context, because a generator may be closed in another one, where it is not set.
         with self._mutex:
             self._close(reader)
-        if self._update is not None:
+        if self._pending is not None:
             self.poll()
 
     def after_fork(self) -> None:
-        """In a forked child: the other threads, their readers and the bus are gone, and may have held the mutex."""
+        """In a forked child, the other threads are gone: remove their readers, and replace the mutex, which one of them
+        may have held. The bus is gone, too: drop the pending update, unless a half-written model needs it."""
         self._renew_locks()
-        self._loop.end()
+        self._loop_watch.end()
         me = threading.get_ident()
         for reader in [reader for reader in self._readers.values() if reader.thread != me]:
             self._close(reader)
-        must = self._update if self._torn else None
+        needed = self._pending if self._is_torn else None
         if self._applying is not None and self._applying.thread != me:
             if not self._applying.applied:
-                self._torn, must = True, self._applying
+                self._is_torn, needed = True, self._applying
             self._applying = None
-        self._update = None if must is None else Writer(must.apply, lambda error: None)
-        self._waiters = set()
+        self._pending = None if needed is None else Writer(needed.apply, lambda error: None)
+        self._waiting_tasks = set()
 
 
 def _is_finished(frame: FrameType | None) -> bool:
-    """Whether a call is over. The interpreter refuses to clear a frame that still runs, in whatever thread or greenlet.
-    Looking for the frame on its thread's stack instead would race with a generator that yields meanwhile: its `f_back`
-    is gone then."""
+    """Whether a call is over: the interpreter refuses to clear a frame that still runs, in any thread or greenlet.
+    Searching its thread's stack for the frame would race with a generator that yields meanwhile and so loses its
+    `f_back`."""
     if frame is None:
         return False
     try:
@@ -524,16 +527,17 @@ def _is_finished(frame: FrameType | None) -> bool:
     return True
 
 
-def _task() -> object:
+def _current_task() -> object:
     return asyncio.current_task() if running_loop() is not None else None
 
 
-def _name(thread: int) -> str:
+def _thread_name(thread: int) -> str:
     return next((t.name for t in threading.enumerate() if t.ident == thread), f"thread {thread}")
 
 
 def any_applying() -> bool:
-    """Whether any gate of this process has an update that is being written, or was when this process was forked."""
+    """Whether a gate of this process is applying an update, or has one pending. In a forked child an update is pending
+    only if a half-written model needs it."""
     return any(gate.applying or gate.pending for gate in list(_gates))
 
 
@@ -553,58 +557,59 @@ REMEDY = (
     "receive()"
 )
 
-_EARLY = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-_LATER = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
+_DEFERRED_FUNCTIONS = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+_DEFERRED_RESULTS = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
 
 
 def _check_hookable(module: nn.Module) -> None:
     scripted = isinstance(module, torch.jit.ScriptModule)
     if scripted or is_compiled(module):
         raise ValueError(
-            f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
-            f"hooks do not run, so a weight update could tear a forward: {REMEDY.format(what='its calls')}."
+            f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module. Its calls do not run the "
+            f"gate's hooks, so a weight update could tear a forward: {REMEDY.format(what='its calls')}."
         )
 
 
 def _call_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the module call around a hook: one for its pre-hooks and hooks, another in a recursion."""
+    """The frame of the module call that runs this hook: one for all hooks of a call, another for a recursive call."""
     while frame is not None and frame.f_code is not CALL_IMPL:
         frame = frame.f_back
     return frame
 
 
-class Inert:
-    """What becomes of the gate's hooks in a copied or unpickled module: that module is not gated."""
+class InertHook:
+    """Stands for the gate's hooks in a copied or unpickled module, which is not gated. It removes itself, and the other
+    ones of the module, at the next call."""
 
     def __call__(self, module: nn.Module, *args: object) -> None:
         if len(args) > 1:
             return  # called as a forward hook: torch may be iterating over its dictionary
         *both, always_called = call_hooks(module)
         for hooks in both:
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Inert)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, InertHook)]:
                 del hooks[key]
                 always_called.pop(key, None)
 
 
-def ends_early(function: object) -> bool:
-    """Whether a call returns before its work is done: a coroutine function, a generator function, an object whose
+def _is_deferred(function: object) -> bool:
+    """Whether a call returns before its work is done: a coroutine function, a generator function, or an object whose
     ``__call__`` is one."""
     both = function, inspect.getattr_static(type(function), "__call__", None)
-    return any(is_early(one) for one in both for is_early in _EARLY)
+    return any(is_kind(one) for one in both for is_kind in _DEFERRED_FUNCTIONS)
 
 
-def check_result(result: object, what: str) -> None:
-    """Warn of a call that has returned what does its work later."""
-    if type(result) in _LATER:
+def _check_result(result: object, what: str) -> None:
+    """Warn if a call has returned a coroutine or a generator, because its work comes later."""
+    if type(result) in _DEFERRED_RESULTS:
         problem = (
             f"a call of {what} has returned a {type(result).__name__}, which reads the model after the gate is left"
         )
         remedy = REMEDY.format(what="all of that work")
-        warnings.warn(f"{problem}: an update may come in its middle. To keep them apart, {remedy}.", stacklevel=1)
+        warnings.warn(f"{problem}: an update may be applied during that. To keep them apart, {remedy}.", stacklevel=1)
 
 
-def unseen(function: F) -> F:
-    """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
+def _hidden_from_dynamo(function: F) -> F:
+    """Keep dynamo from tracing what a hook does as part of the model: a hook may apply an update."""
     disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -613,12 +618,12 @@ class _Hook:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()  # copy.deepcopy goes this way too
+    def __reduce__(self) -> tuple[type[InertHook], tuple[()]]:
+        return InertHook, ()  # copy.deepcopy uses this, too
 
 
-class Enter(_Hook):
-    @unseen
+class EnterHook(_Hook):
+    @_hidden_from_dynamo
     def __call__(self, module: nn.Module, args: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is None:
@@ -629,47 +634,47 @@ class Enter(_Hook):
         self.gate.enter_call(frame)
 
 
-class Leave(_Hook):
-    @unseen
+class LeaveHook(_Hook):
+    @_hidden_from_dynamo
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         frame = _call_frame(sys._getframe(1))
         if frame is not None:
             self.gate.leave_call(frame)
-        check_result(output, type(module).__name__)
+        _check_result(output, type(module).__name__)
 
 
 def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
-    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
-    code, which registers it. Raises ValueError if none of its calls will, or each ends before its work does."""
+    """Raises ValueError if no call of a module would run the gate's hooks, or if each call returns before its work is
+    done. Warns, at the user's line, if some calls may not run the hooks, or if the module cannot be called."""
     _check_hookable(model)
     stacklevel = user_stacklevel()
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
-    if ends_early(forward):
-        problem = f"a call of {kind}.forward ends before its work does, so that an update may come in its middle"
+    if _is_deferred(forward):
+        problem = f"a call of {kind}.forward returns before its work is done, so an update may be applied during it"
         raise ValueError(f"{problem}: {REMEDY.format(what='all of that work')}")
     is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
     if not is_callable and not isinstance(model, TensorDictBase):
         remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
-        problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
-        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel)
+        problem = f"{kind} has no forward(), and the gate sees only calls of the module: an update may be applied while"
+        warnings.warn(f"{problem} other code reads it. To keep them apart, {remedy}.", stacklevel=stacklevel)
     if may_be_inlined(model):
         remedy = REMEDY.format(what="its calls")
-        problem = f"{kind} was compiled, or a module around it, before it is registered here. Calls of that "
+        problem = f"{kind}, or a module around it, was compiled before it was registered here. Calls of the compiled "
         warnings.warn(
-            f"{problem}may bypass the gate, so that an update comes in their middle. Call init_on_receiver() first and "
-            f"torch.compile() then; or {remedy}.",
+            f"{problem}module may bypass the gate, so an update may be applied during them. Call init_on_receiver() "
+            f"first and torch.compile() then; or {remedy}.",
             stacklevel=stacklevel,
         )
 
 
 class GatedMethod:
-    """What stands for a method while a gate counts its calls. The methods of two gates may lie one in the other."""
+    """Stands for a method while a gate counts its calls. If two gates count them, one's wraps the other's."""
 
     def __init__(self, gate: Gate, model: object, name: str, method: Callable[..., Any]) -> None:
         update_wrapper(self, method)
         self.gate: Gate | None = gate  # None once removed
-        self._enter, self._leave = unseen(gate.enter_call), unseen(gate.leave_call)
+        self._enter, self._leave = _hidden_from_dynamo(gate.enter_call), _hidden_from_dynamo(gate.leave_call)
         self._model = model
         self._name = name
         self.method = method
@@ -684,7 +689,7 @@ class GatedMethod:
         finally:
             self._leave(frame)
             del frame  # it refers to itself by this name, and to its callers with all they hold
-        check_result(result, f"{type(self._model).__name__}.{self._name}")
+        _check_result(result, f"{type(self._model).__name__}.{self._name}")
         return result
 
     def counts_for(self, gate: Gate) -> bool:
@@ -694,7 +699,7 @@ class GatedMethod:
         """Count no more calls. Idempotent."""
         self.gate = None
         attributes, name = vars(self._model), self._name
-        # One that lies within another goes with that.
+        # One that another wraps stays until that one is removed.
         while isinstance(outer := attributes.get(name), GatedMethod) and outer.gate is None:
             if isinstance(outer.method, GatedMethod):
                 attributes[name] = outer.method
@@ -702,16 +707,16 @@ class GatedMethod:
                 del attributes[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _method_of, (self._model, self._name)  # copy.deepcopy goes this way too
+        return _ungated_method, (self._model, self._name)  # copy.deepcopy uses this, too
 
 
-def _method_of(model: object, name: str) -> Any:
-    """The method of a copied or unpickled object: that is not gated."""
+def _ungated_method(model: object, name: str) -> Any:
+    """The method of a copied or unpickled object."""
     return MethodType(getattr(type(model), name), model)
 
 
 def check_methods(model: object, names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is no method of the model, or one whose calls end before their work does."""
+    """Raises ValueError for a name that is no method of the model, or if its calls return before their work is done."""
     kind = type(model).__name__
     attributes = getattr(model, "__dict__", None)
     for name in names:
@@ -721,10 +726,9 @@ def check_methods(model: object, names: Iterable[str]) -> None:
             hint = "calls of a module are gated anyway" if name == "__call__" else "put `with scheme.hold():` around it"
             raise ValueError(f"gated: {kind} has no ordinary method {name!r}; {hint}")
         if attributes is None:
-            why = "have no attributes of their own, and so"
-            raise ValueError(f"gated: objects of {kind} {why} {name!r} cannot be wrapped")
-        if ends_early(function):
-            raise ValueError(f"gated: a call of {kind}.{name} ends before its work does; put hold() around that work")
+            raise ValueError(f"gated: objects of {kind} have no __dict__, so their {name!r} cannot be wrapped")
+        if _is_deferred(function):
+            raise ValueError(f"gated: {kind}.{name} returns before its work is done; put hold() around that work")
 
 
 Handle = RemovableHandle | GatedMethod

@@ -1,10 +1,10 @@
 """Strategies: from a model to weights on the sender, from weights to a model on the receiver.
 
-A strategy has two halves. The sender's half, :meth:`WeightStrategy.extract_weights`, decides what crosses the wire:
-its result defines the schema. The receiver's half, :meth:`WeightStrategy.convert`, maps what came to the local model's
-keys, dtypes and shapes; it runs when an update is staged, outside the gate, so that the gated pass only copies.
+A strategy has two halves. The sender's half, :meth:`WeightStrategy.extract_weights`, decides what is sent: its result
+defines the schema. The receiver's half, :meth:`WeightStrategy.convert`, maps received weights to the local model's
+keys, dtypes and shapes. It runs when an update is staged, outside the gate, so that only copying is left for the gate.
 
-Usage of a strategy of one's own::
+To write a strategy of your own::
 
     class BFloat16(WeightStrategy):
         def extract_weights(self, source):
@@ -18,7 +18,7 @@ Usage of a strategy of one's own::
 
 Names and formats follow TorchRL's "Weight Synchronization" page (strategies ``"tensordict"`` and ``"state_dict"``).
 
-A :class:`Binding` is a receiver's model with its strategy: the way from a slab into the model.
+A :class:`Binding` is a receiver's model with its strategy. It prepares updates of the model from slabs.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class WeightStrategy:
 
     Args:
         extract_as: ``"tensordict"`` (default): a nested TensorDict with all parameters and buffers; ``"state_dict"``:
-            the module's state dict (persistent buffers; its hooks may rename and drop, but change no values). Both
-            carry extra state.
+            the module's state dict (without non-persistent buffers; its hooks may rename and drop tensors, but not
+            change values). Both contain extra state.
 
     Raises:
         ValueError: any other ``extract_as``.
@@ -74,13 +74,13 @@ class WeightStrategy:
         self.extract_as = extract_as
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
-        """The sender's half: what is to be sent for this source.
+        """The sender's half: the weights to send for this source.
 
         Args:
             source: ``nn.Module``, TensorDict, (state) dict, NumPy array, or an object whose attributes are arrays.
 
         Returns:
-            A TensorDict or dict whose leaves may alias the source: publishing packs them at once.
+            A TensorDict or dict. Its leaves may alias the source, because publishing packs them at once.
 
         Raises:
             TypeError: any other source.
@@ -90,7 +90,7 @@ class WeightStrategy:
         if isinstance(source, nn.Module):
             if self.extract_as == "state_dict":
                 return dict(source.state_dict(keep_vars=True))
-            flat = _visit(source, (), FlatWeights())
+            flat = _collected(source, (), FlatWeights())
             return nest(flat.tensors, flat.values)
         if isinstance(source, Mapping):
             return dict(source)
@@ -101,10 +101,11 @@ class WeightStrategy:
     def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
         """The receiver's half: ``{key path: tensor}`` for the local model.
 
-        Also called once, before anything is sent, with constant tensors of the announced shapes and dtypes.
+        Also called when a layout is announced, before its weights are sent, with constant tensors of its shapes and
+        dtypes.
 
         Args:
-            weights: what the sender's half extracted, as a nested TensorDict of views that live only for this call.
+            weights: the sender's weights, as a nested TensorDict of views that are valid only during this call.
             model: the receiver's model (module, TensorDict, dict, or None).
 
         Returns:
@@ -118,17 +119,17 @@ class WeightStrategy:
     def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
         """Apply weights to a model at once, as TorchRL documents.
 
-        A subclass that overrides this is called with every update instead of the whole-or-nothing copy: what it leaves
-        behind when it raises is its own affair.
+        If a subclass overrides this, each update calls the override instead of the whole-or-nothing copy. If the
+        override raises, the model stays as the override has left it.
 
         Args:
-            destination: ``nn.Module``, TensorDict or dict, or what has arrays.
+            destination: ``nn.Module``, TensorDict, dict, NumPy array, or an object whose attributes are arrays.
             weights: module, TensorDict or (state) dict with the same keys.
             inplace: copy into the destination's memory (default), or give it new tensors.
 
         Raises:
             SchemaMismatch: keys, shapes or dtypes differ; nothing was changed.
-            TypeError: there is no model, or it is none of these.
+            TypeError: the destination is none of these.
         """
         flat = flat_weights(self, weights)
         prepare_flat(BoundModel(destination, self.extract_as, inplace=inplace), flat).apply_now()
@@ -138,8 +139,8 @@ class WeightStrategy:
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
-    """``strategy=`` of a scheme: a format's name, or a strategy object. Raises ValueError for an unknown name,
-    TypeError for anything else."""
+    """The strategy that a scheme's ``strategy=`` stands for: a format's name, or a strategy object. Raises ValueError
+    for an unknown name, TypeError for anything else."""
     if isinstance(strategy, str):
         return WeightStrategy(strategy)
     if isinstance(strategy, WeightStrategy):
@@ -148,24 +149,25 @@ def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 
 
 def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
-    """What the strategy's sender half extracts, flattened; raises as that and
+    """The weights that the strategy's sender half extracts, flattened. Raises as ``extract_weights`` and
     :func:`asyncsync.weights.tree.flatten`."""
     flat = module_weights(strategy, source) if isinstance(source, nn.Module) else None
     return flatten(strategy.extract_weights(source)) if flat is None else flat
 
 
 def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
-    """The same without TensorDict and names, for a module and a strategy where that makes no difference; else None."""
-    plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
-    # isinstance() of an abstract class takes as long as the rest.
-    if not plain or TensorDictBase in type(module).__mro__:
+    """The same as :func:`flat_weights`, without the detour by a TensorDict; None if the strategy or the module is of a
+    kind for which the result could differ."""
+    is_plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
+    # Not isinstance(), which takes as long as the rest for an abstract class.
+    if not is_plain or TensorDictBase in type(module).__mro__:
         return None
-    return _visit(module, (), FlatWeights())
+    return _collected(module, (), FlatWeights())
 
 
-def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
-    """Add parameters, buffers, non-persistent ones included, and extra state; tied ones under each of their names."""
-    # named_modules() and splitting its names would take three times as long: this runs at every publication.
+def _collected(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
+    """Add parameters, buffers (also non-persistent ones) and extra state to ``flat``; tied ones under each name."""
+    # This runs at every publication. named_modules() and splitting its names would take three times as long.
     tensors = flat.tensors
     *groups, children = tensors_and_children(module)
     for group in groups:
@@ -176,19 +178,19 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
         state = module.get_extra_state()
         state = state.data if isinstance(state, NonTensorData) else state
         (tensors if isinstance(state, torch.Tensor) else flat.values)[(*path, EXTRA_STATE)] = state
-    inner = None
+    compiled = None
     for name, child in children.items():
         if child is not None:
             if name == COMPILED:
-                inner = child
+                compiled = child
             else:
-                _visit(child, (*path, name), flat)
-    if inner is not None:
-        within = _visit(inner, path, FlatWeights())
-        if both := flat.keys() & within.keys():
+                _collected(child, (*path, name), flat)
+    if compiled is not None:
+        inner = _collected(compiled, path, FlatWeights())
+        if both := flat.keys() & inner.keys():
             raise ValueError(collision(dotted(min(both))))
-        tensors.update(within.tensors)
-        flat.values.update(within.values)
+        tensors.update(inner.tensors)
+        flat.values.update(inner.values)
     return flat
 
 
@@ -196,19 +198,19 @@ class Binding:
     """A receiver's model with the strategy whose receiver half maps weights to it.
 
     Args:
-        model: a module, a TensorDict, a dict of tensors, or None: then there is nothing to apply updates to, and
-            ``receive`` just returns the weights.
-        cast: convert dtypes where they differ, instead of refusing.
+        model: a module, a TensorDict, a dict of tensors, a NumPy array, an object whose attributes are arrays, or None:
+            then updates are applied to nothing, and ``receive`` just returns the weights.
+        cast: convert dtypes that differ, instead of refusing them.
         inplace: copy into the model's own memory (default), or give its tensors new memory.
-        repoints: give a module's Parameters their memory in a slab that is theirs until the next update. As an
-            attribute: whether they may get it.
-        selection: which of the model's tensors are written; None: all.
-        apply: replaces the copy (a scheme's or strategy's overridden ``apply_weights``); called with a TensorDict that
-            is its to keep.
+        repoints: give a module's Parameters their memory in a slab, until the next update. The attribute of this name
+            says whether they may get it: only if the model allows that, and nothing replaces the copy or ``convert``.
+        selection: which of the model's tensors updates write; None: all.
+        apply: called with each update's weights instead of copying them (a scheme's or strategy's overridden
+            ``apply_weights``). It may keep the TensorDict that it gets.
 
     Raises:
-        TypeError: the model is no module, TensorDict, dict of tensors, or None.
-        SchemaMismatch: a lazy module that is not initialised yet.
+        TypeError: the model is none of these.
+        SchemaMismatch: it has a lazy module that is not initialised yet, or the selection does not fit it.
     """
 
     def __init__(
@@ -227,9 +229,8 @@ class Binding:
         self._converts = type(strategy).convert is not WeightStrategy.convert
         if apply is None and type(strategy).apply_weights is not WeightStrategy.apply_weights and model is not None:
             apply = partial(strategy.apply_weights, model, inplace=inplace)
-        self._custom = apply
-        is_written_here = not self._converts and apply is None
-        self.repoints = repoints and is_written_here and _can_be_repointed(model)
+        self._custom_apply = apply
+        self.repoints = repoints and not self._converts and apply is None and _can_be_repointed(model)
         self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
         self.bound: BoundModel | None = None
         if model is not None:
@@ -238,31 +239,30 @@ class Binding:
             )
 
     def check(self, layout: Layout) -> None:
-        """Compare a layout with the model, before any weights of it are sent. Raises SchemaMismatch, with both key
-        lists and their common prefix, or every differing shape and dtype; and whatever the strategy's ``convert``
-        raises."""
-        if self.bound is None or self._custom is not None:
+        """Compare a layout with the model, before weights in it are sent. Raises SchemaMismatch, with both key lists
+        and their common prefix, or every differing shape and dtype. Raises what the strategy's ``convert`` raises."""
+        if self.bound is None or self._custom_apply is not None:
             return
         if layout.boxes:
-            raise SchemaMismatch("the sent tensors are parts of larger ones, which a model cannot take")
+            raise SchemaMismatch("the sent tensors are parts of larger ones, which cannot be applied to a model")
         self.bound.refresh()
         specs = specs_of(layout)
         if self._converts:
-            # Expanded constants have the announced shapes and dtypes but cost one element each.
+            # Expanded constants have the announced shapes and dtypes, but take the memory of one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.index}
             specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
         values = {dotted(p) for p in layout.value_paths}
         selection = self.bound.selection
         selection.check(specs.keys() | values, "the sent")
-        self.bound.check_fit(selection.of(specs), set(filter(selection.chooses, values)))
+        self.bound.check_fit(selection.chosen_items(specs), set(filter(selection.chooses, values)))
 
     def prepare(self, slab: Slab) -> Prepared | None:
-        """Convert and check one update. The result may refer to views into the slab; None without a model. Raises
-        SchemaMismatch if tensors of the model that share memory would get different values, and whatever the strategy's
-        ``convert`` raises."""
-        if self._custom is not None:
-            # The user's code may keep what it is given, and the slab will hold another version then.
-            return CustomUpdate(self._custom, slab.copy().weights())
+        """Convert and check one update; None without a model. The result may refer to views into the slab. Raises
+        SchemaMismatch if the model no longer fits, or if tensors of it that share memory would get different values.
+        Also raises what the strategy's ``convert`` raises."""
+        if self._custom_apply is not None:
+            # A copy, because the user's code may keep the weights, and the slab will hold another version later.
+            return CustomUpdate(self._custom_apply, slab.copy().weights())
         if (bound := self.bound) is None:
             return None
         values = unpack_values(slab.values, slab.layout) if slab.values or slab.layout.value_paths else {}
@@ -270,54 +270,56 @@ class Binding:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
         plan = bound.layout_plan(slab.layout)
-        if (cached := self._cache.get(slab)) is not None and cached.repeats(plan):
+        if (cached := self._cache.get(slab)) is not None and cached.is_reusable(plan):
             return cached
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         sources, states = [views[i] for i in plan.order], {n: views[i] for n, i in plan.states}
-        chosen = bound.selection.of({dotted(p): v for p, v in values.items()})
-        is_copied = slab.nbytes <= CACHED_BYTES and home is None and bound.inplace and not bound.cast
-        # What shares memory in this model, but not in the sender's, has to be compared at each update.
-        is_simple = is_copied and not (states or chosen or plan.ties or plan.overlaps)
-        pieces = [slab.pieces[i] for i in plan.order] if is_simple else None
+        chosen = bound.selection.chosen_items({dotted(p): v for p, v in values.items()})
+        is_small_copy = slab.nbytes <= CACHED_BYTES and home is None and bound.inplace and not bound.cast
+        # Values for tensors that share memory in this model, but not in the sender's, must be compared at each update.
+        is_reusable = is_small_copy and not (states or chosen or plan.ties or plan.overlaps)
+        pieces = [slab.pieces[i] for i in plan.order] if is_reusable else None
         update = ModelUpdate(bound, plan, sources, states, chosen, home, pieces)
-        if is_simple:
+        if is_reusable:
             self._cache[slab] = update
         else:
             self._cache.pop(slab, None)
         return update
 
     def tensors_of(self, layout: Layout) -> list[list[torch.Tensor]]:
-        """For each entry of a layout that was applied, the model's tensors that have its value: several where the
-        sender's are tied and the model's are not, none where the model has none for it. There must be a model. Raises
-        SchemaMismatch: they are not what was sent, byte for byte."""
+        """For each entry of a layout that was applied, the model's tensors that have its value: several if the sender's
+        are tied and the model's are not, none if it is extra state or the selection leaves it out. There must be a
+        model. Raises SchemaMismatch if these may not hold the sent bytes: the strategy converts, the model casts, or an
+        ``apply_weights`` of the user's writes it."""
         assert self.bound is not None
-        if self._custom is not None:
+        if self._custom_apply is not None:
             raise SchemaMismatch("it has an apply_weights of its own")
         if self._converts:
-            raise SchemaMismatch(f"its strategy, {type(self.strategy).__name__}, converts what comes")
-        if self.bound.tensors.stale():
+            raise SchemaMismatch(f"its strategy, {type(self.strategy).__name__}, converts the weights")
+        if self.bound.tensors.is_stale():
             self.bound.refresh()
         plan = self.bound.layout_plan(layout)
         found: list[list[torch.Tensor]] = [[] for _ in layout.entries]
-        for name, (owner, key), index in zip(plan.names, plan.locations, plan.order, strict=True):
-            tensor, sent = owner[key], layout.entries[index].dtype
+        for name, (mapping, key), index in zip(plan.names, plan.locations, plan.order, strict=True):
+            tensor, sent = mapping[key], layout.entries[index].dtype
             if tensor.dtype is not sent:
                 raise SchemaMismatch(f"it casts {name!r} from {sent} to {tensor.dtype}")
             found[index].append(tensor)
         return found
 
     def leave_slabs(self) -> None:
-        """Give the model's tensors that lie in slabs memory of their own, where it gets no updates any more."""
+        """Give the model's tensors that lie in slabs memory of their own, after its last update."""
         for tensor, own in self.bound.left_in_slabs([]) if self.bound is not None else ():
             tensor.data = own
 
     def cached(self, slab: Slab) -> ModelUpdate | None:
-        """What was prepared for this slab, if the same can be done whenever the slab holds another version."""
+        """The update that was prepared for this slab, if it serves for each later version in it."""
         return self._cache.get(slab)
 
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
-        """The same for weights that are at hand already and may not fit at all. There must be a model."""
+        """As :meth:`prepare`, for tensors and values whose layout may not have been checked, so that they may not fit
+        at all. There must be a model."""
         assert self.bound is not None
         if self._converts:
             flat = FlatWeights(self._convert(nest(flat.tensors, flat.values)), flat.values)
@@ -330,13 +332,14 @@ class Binding:
         tensors = {canonical(path): value for path, value in paths.items()}
         for path, value in tensors.items():
             if not isinstance(value, torch.Tensor):
-                which = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__} for {dotted(path)!r}"
-                raise TypeError(f"{which}, not a tensor")
+                result = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__}"
+                raise TypeError(f"{result} for {dotted(path)!r}, not a tensor")
         return tensors
 
 
 def _can_be_repointed(model: Any) -> bool:
-    """Whether a module has Parameters in the host's memory, or will have, and nothing that runs it has addresses."""
+    """Whether a module has Parameters in the host's memory, or will have them, and no compiled code that may have taken
+    their addresses."""
     if not isinstance(model, nn.Module) or all(parameter.is_cuda for parameter in model.parameters()):
         return False
     inner = any(isinstance(module, torch.jit.ScriptModule) or is_optimized(module) for module in model.modules())

@@ -1,4 +1,4 @@
-"""The private names of torch that models need; tests/unit/test_private_names.py says what each is for."""
+"""The private names of torch that this folder uses; tests/unit/test_private_names.py says what each is for."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-# The dictionaries of a module's parameters, of its buffers and of its children. One call for all three, as every
-# publication walks over the model.
+# A module's dictionaries of parameters, buffers and children. One call for all three, because every publication walks
+# over the model.
 tensors_and_children = attrgetter("_parameters", "_buffers", "_modules")
 non_persistent = attrgetter("_non_persistent_buffers_set")
-# All in which a module has its hooks: before a forward, after it, and which of the latter run after an error, too.
+# A module's hooks before a forward, its hooks after it, and which hooks after it also run after an error.
 call_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 forward_hooks = attrgetter("_forward_hooks")
-CALL_IMPL = nn.Module._call_impl.__code__  # of the frame that runs the hooks of a module and its forward
+CALL_IMPL = nn.Module._call_impl.__code__  # a frame with this code runs a module's hooks and its forward
 
 
 def forget_computed() -> None:
-    """Have torch compute anew what it keeps of parameters, as if they would not change, while somebody is inside of
-    ``torch.autocast`` (in another dtype) or ``parametrize.cached()``."""
+    """Clear torch's caches of tensors computed from parameters. It fills them inside ``torch.autocast`` (parameters in
+    another dtype) and ``parametrize.cached()``, and assumes that parameters do not change there."""
     torch.clear_autocast_cache()
     parametrize._cache.clear()
 
 
 def is_optimized(module: nn.Module) -> bool:
-    """Whether this is what torch.compile has made of a module."""
+    """Whether torch.compile(module) returned this."""
     return isinstance(module, _optimized_module())
 
 
@@ -39,25 +39,25 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def may_be_inlined(module: nn.Module) -> bool:
-    """Whether compiled code may have taken in this module's call as it was, without hooks: dynamo does not look again
-    for those that come later."""
+    """Whether compiled code may contain calls of this module as it was, without hooks: dynamo does not check for hooks
+    that were added later."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None or not utils.counters["stats"]:  # dynamo has compiled nothing so far
         return False
     optimized = _optimized_module()
-    for one in gc.get_objects():
-        if issubclass(type(one), optimized):
-            if one._orig_mod is module:
-                # It may call the original with all its hooks, and compile only what that calls.
-                called = getattr(one.forward, "_torchdynamo_orig_callable", None)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), optimized):
+            if candidate._orig_mod is module:
+                # It may call the original with all its hooks, and have compiled only the code that this calls.
+                called = getattr(candidate.forward, "_torchdynamo_orig_callable", None)
                 if getattr(called, "__self__", None) is not module:
                     return True
-            elif any(part is module for part in one._orig_mod.modules()):
+            elif any(part is module for part in candidate._orig_mod.modules()):
                 return True
     return False
 
 
 def _optimized_module() -> Any:
-    # There is no compiled module unless this was imported, which takes seconds.
+    # Without this import, which takes seconds, no module can have been compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return () if dynamo is None else dynamo.OptimizedModule

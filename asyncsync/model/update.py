@@ -1,8 +1,7 @@
-"""Update: the weights of one version for one model, checked outside the gate, written under it.
+"""Prepared updates: the weights of one version for one model, checked outside the gate, and written under it.
 
-:meth:`ModelUpdate.resolve`, :meth:`ModelUpdate.apply` and :meth:`ModelUpdate.complete` are the gated pass: the first
-checks once more, as the model may have changed, the second only copies or re-points, the last calls the user's code
-where there is some.
+Under the gate, three methods run. ``resolve`` checks once more, because the model may have changed. ``apply`` only
+copies or re-points. ``complete`` calls the user's code, if there is some.
 """
 
 from __future__ import annotations
@@ -26,39 +25,39 @@ from asyncsync.weights.tree import FlatWeights, dotted
 
 
 class Prepared:
-    """One update of one model, converted and checked, to be written under the gate."""
+    """One update of one model, converted and checked. Its methods run under the gate."""
 
     def repeat(self) -> bool:
-        """All of the following, if that takes no more than copying bytes to where the same tensors had theirs the last
-        time. False: it takes more, and nothing was done."""
+        """Do what the methods below do, if copying bytes to the same tensors at the same addresses as last time is
+        enough. Else return False, with nothing done."""
         return False
 
     def resolve(self) -> None:
-        """Find the destinations and check them once more; nothing is changed yet. Raises SchemaMismatch if the model
-        has changed since the layout was accepted."""
+        """Find the destinations and check them once more; change nothing yet. Raises SchemaMismatch if the model has
+        changed since it accepted the layout."""
 
     def apply(self) -> None:
-        """Copy. Nothing that :meth:`resolve` could have seen fails here."""
+        """Write the tensors. Fails only for reasons that :meth:`resolve` could not see."""
 
     def complete(self) -> None:
-        """After :meth:`apply`: what only the user's code can do, and may fail at."""
+        """After :meth:`apply`: run the user's code, which may fail."""
 
     def apply_now(self) -> None:
-        """All of it, where nobody can come in between."""
+        """All three, for a caller that keeps other threads and tasks away from the model."""
         self.resolve()
         self.apply()
         self.complete()
 
 
 class ModelUpdate(Prepared):
-    """An update that is copied into a model's tensors, or gives them new memory.
+    """An update that copies weights into a model's tensors, or gives these new memory.
 
     Args:
-        plan, sources: the model's tensors that are written, in order, and what they get.
-        states, values: extra state that is a tensor, or a msgpack value, by name.
-        slab: where Parameters may get their memory; None: nowhere.
-        pieces: the bytes that each tensor of the plan gets, if no more than that has to be done whenever the slab holds
-            another version; else None.
+        plan, sources: the model's tensors to write, in order, and the value of each.
+        states: extra state that is a tensor, by name.
+        values: msgpack values, by name: other extra state, and entries of a mapping that are not tensors.
+        slab: Parameters may get their memory in it; None: they may not.
+        pieces: the new bytes of each tensor, if copying them is all that any version in this slab takes; else None.
 
     Raises:
         SchemaMismatch: tensors of the model that share memory would get different values.
@@ -78,7 +77,7 @@ class ModelUpdate(Prepared):
             plan, sources = plan.cast(sources)
         plan.check_values(sources)
         if slab is not None:
-            for first, other in plan.ties:  # equal, as checked, and one memory then as before
+            for first, other in plan.ties:  # their values are equal, as just checked; their memory stays one
                 sources[other] = sources[first]
         if not model.inplace:
             sources = [clone(source) for source in sources]
@@ -89,184 +88,183 @@ class ModelUpdate(Prepared):
         self._values = values
         self._slab = slab
         self._pieces = pieces
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        # resolve() fills these:
+        self._to_copy: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._to_repoint: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._to_replace: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._repointing: Repointing | None = None
-        self._given: list[tuple[nn.Module, Any]] = []  # extra state
+        self._extra_state: list[tuple[nn.Module, Any]] = []
 
-    def repeats(self, plan: Plan) -> bool:
-        """Whether preparing the same slab, for another version and by this plan, would bring nothing else."""
+    def is_reusable(self, plan: Plan) -> bool:
+        """Whether this update, made for an earlier version in its slab, also serves for a later one with this plan."""
         return plan is self._plan and self._pieces is not None
 
     def resolve(self) -> None:
         plan, model = self._plan, self._model
-        if plan.model.stale():
+        if plan.model.is_stale():
             model.refresh()
-            plan = self._plan = self._plan_again()
+            plan = self._plan = self._renewed_plan()
         try:
-            found = [owner[key] for owner, key in plan.locations]
+            found = [mapping[key] for mapping, key in plan.locations]
             fits = have_specs(found, plan.shapes, plan.dtypes)
-        except (KeyError, AttributeError, TypeError, RuntimeError):  # gone, or no tensor any more, or none yet
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # removed, not a tensor any more, or not yet
             fits = False
         if not fits:
-            self._plan_again()
+            self._renewed_plan()
             raise SchemaMismatch("the model has changed since its layout was accepted")
         try:
             addresses = list(map(torch.Tensor.data_ptr, found))
-            is_fine = are_plain(found) and have_memory(found, plan.sizes)
+            is_plain = are_plain(found) and have_memory(found, plan.sizes)
         except RuntimeError:  # torch knows no memory of such a tensor
-            addresses, is_fine = [0], False
-        if not is_fine:
+            addresses, is_plain = [0], False
+        if not is_plain:
             for name, tensor in zip(plan.names, found, strict=True):
                 if problem := model.destination_problem(name, tensor):
                     raise SchemaMismatch(f"{name!r} of the model is {problem}")
         if len(set(addresses)) != len(found):
             self._check_ties(found)
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
-            self._plan_again()  # torch would refuse to write an expanded tensor, in the middle of the others
-        self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
-        in_slabs = self._slab is not None or model.is_repointed
+            self._renewed_plan()  # refuse an expanded tensor here, because torch would do so between two writes
+        self._to_copy, self._to_repoint, self._to_replace, self._repointing = ([], []), [], [], None
+        in_slabs, last = self._slab is not None or model.may_lie_in_slabs, model.last_repointing
         if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
-            self._copies = (found, self._sources)
-        elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.matches(found):
+            self._to_copy = (found, self._sources)
+        elif self._slab is not None and last is not None and last.plan is plan and plan.memory.matches(found):
             self._repointing, sources = last, self._sources
-            self._copies = [found[i] for i in last.copied], [sources[i] for i in last.copied]
-            self._repointed = [(found[i], sources[i]) for i in last.moved]
+            self._to_copy = [found[i] for i in last.copied], [sources[i] for i in last.copied]
+            self._to_repoint = [(found[i], sources[i]) for i in last.repointed]
         else:
             self._pieces = None
             self._resolve_each(found)
-            self._repointed += model.left_in_slabs(found)
-        # The user's code may keep what it is given, and these may be applied again, or be the trainer's own.
+            self._to_repoint += model.left_in_slabs(found)
+        # The user's code may keep what it gets. The originals may be applied again, or be the trainer's own objects.
         values = {name: copy_value(name, value) for name, value in self._values.items()}
-        states = plan.model.extra_state
-        self._given = [(states[n], v) for n, v in values.items() if n in states]
-        self._given += [(states[n], clone(t)) for n, t in self._states.items() if n in states]
+        modules = plan.model.extra_state
+        self._extra_state = [(modules[n], v) for n, v in values.items() if n in modules]
+        self._extra_state += [(modules[n], clone(t)) for n, t in self._states.items() if n in modules]
         for name, value in values.items():
-            if name in plan.model.owners:
-                owner, key = plan.model.owners[name]
-                self._replace(owner, key, _wrapped(owner, key, value) if isinstance(owner, TensorDictBase) else value)
+            if name in plan.model.locations:
+                mapping, key = plan.model.locations[name]
+                self._replace(mapping, key, _as_entry(mapping, key, value))
 
-    def _plan_again(self) -> Plan:
-        """The same tensors for the model as it is now, if it still takes them."""
+    def _renewed_plan(self) -> Plan:
+        """The plan of the same tensors for the model as it is now. Raises SchemaMismatch if they do not fit it."""
         plan = self._plan
         specs = {n: (d, s) for n, d, s in zip(plan.names, plan.dtypes, plan.shapes, strict=True)}
         specs |= {n: (t.dtype, tuple(t.shape)) for n, t in self._states.items()}
-        again = self._model.plan(specs, self._values.keys())
-        if again.names != plan.names:
-            raise SchemaMismatch(
-                "a tensor of the model has become extra state, or the reverse, since it was registered"
-            )
-        return again
+        renewed = self._model.plan(specs, self._values.keys())
+        if renewed.names != plan.names:
+            raise SchemaMismatch("a tensor of the model became extra state, or the reverse, since it was registered")
+        return renewed
 
     def _check_ties(self, found: list[torch.Tensor]) -> None:
         seen: dict[Any, int] = {}
         for i, destination in enumerate(found):
             first = seen.setdefault(place_of(destination), i)
-            if first != i and (first, i) not in self._plan.ties:  # tied since this was prepared
+            if first != i and (first, i) not in self._plan.ties:  # tied only since this update was prepared
                 self._plan.check_tie(self._sources, first, i)
 
     def _resolve_each(self, found: list[torch.Tensor]) -> None:
-        """Find out for each tensor whether it is copied to, gets other memory, or is replaced.
+        """Decide for each tensor whether the update copies to it, gives it other memory, or replaces it.
 
-        Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters. What is
-        one memory in the model stays one, and what is not does not become one, whatever the sender has tied.
+        Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters. Tensors
+        of the model that share memory still share it afterwards, and others do not, whatever the sender has tied.
         """
         inplace, is_module = self._model.inplace, self._plan.model.is_module
-        in_parts = self._plan.model.in_parts() if self._slab is not None else set()
-        made: dict[Any, torch.Tensor] = {}  # what stands for a place in memory from now on
-        given: dict[int, Any] = {}  # the place that got a source's memory
-        moved: list[int] = []
+        shared = self._plan.model.shared_storages() if self._slab is not None else set()
+        replacements: dict[Any, torch.Tensor] = {}  # the new tensor, by the place of the old one in memory
+        source_places: dict[int, Any] = {}  # the place that got a source's memory, by the source's id
+        repointed: list[int] = []
         copied: list[int] = []
+        tensors = zip(self._plan.locations, found, self._sources, strict=True)
         with normal_tensors():
-            for i, ((owner, key), destination, source) in enumerate(
-                zip(self._plan.locations, found, self._sources, strict=True)
-            ):
+            for i, ((mapping, key), destination, source) in enumerate(tensors):
                 place = place_of(destination)
-                if destination.is_meta or (not inplace and not is_module and not _is_locked(owner)):
-                    if place not in made:
-                        made[place] = _successor(destination, source)
-                    self._replace(owner, key, made[place])
+                if destination.is_meta or (not inplace and not is_module and not _is_locked(mapping)):
+                    if place not in replacements:
+                        replacements[place] = _replacement(destination, source)
+                    self._replace(mapping, key, replacements[place])
                     continue
-                if place not in made:
-                    foreign = self._model.is_repointed and lies_in_slab(destination)
-                    can_move = self._slab is not None and _can_move(destination, source)
-                    can_move = can_move and (foreign or _is_alone(destination, in_parts))
-                    if can_move and given.setdefault(id(source), place) == place:
-                        made[place] = source
+                if place not in replacements:
+                    foreign = self._model.may_lie_in_slabs and lies_in_slab(destination)
+                    can_repoint = self._slab is not None and _can_repoint(destination, source)
+                    can_repoint = can_repoint and (foreign or _is_alone(destination, shared))
+                    if can_repoint and source_places.setdefault(id(source), place) == place:
+                        replacements[place] = source
                     elif foreign:
-                        made[place] = clone(source)
+                        replacements[place] = clone(source)
                     elif not inplace:
-                        # A module's tensors stay the objects that optimisers and others refer to.
-                        made[place] = source.to(destination.device)
-                        if destination.is_inference():  # it stays one
+                        # Keep a module's tensor objects, because optimisers and other code refer to them.
+                        replacements[place] = source.to(destination.device)
+                        if destination.is_inference():  # an inference tensor stays one
                             with torch.inference_mode():
-                                made[place] = made[place].clone()
-                if place in made:
-                    self._repointed.append((destination, made[place]))
-                    if made[place] is source:
-                        moved.append(i)
+                                replacements[place] = replacements[place].clone()
+                if place in replacements:
+                    self._to_repoint.append((destination, replacements[place]))
+                    if replacements[place] is source:
+                        repointed.append(i)
                 else:
-                    self._copies[0].append(destination)
-                    self._copies[1].append(source)
+                    self._to_copy[0].append(destination)
+                    self._to_copy[1].append(source)
                     copied.append(i)
-        if len(moved) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, moved, copied)
+        if len(repointed) + len(copied) == len(found):
+            self._repointing = Repointing(self._plan, repointed, copied)
 
-    def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
-        if _is_locked(owner):
+    def _replace(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+        if _is_locked(mapping):
             raise SchemaMismatch(f"{key!r} cannot be set: the model is a locked TensorDict; call `unlock_()` on it")
-        self._replaced.append((owner, key, value))
+        self._to_replace.append((mapping, key, value))
 
     def apply(self) -> None:
-        destinations, sources = self._copies
+        destinations, sources = self._to_copy
         pieces = self._pieces if destinations else None
         if pieces is not None and (views := self._plan.memory.lookup(destinations)) is not None:
             copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
         elif destinations:
             copy_tensors(destinations, sources)
-        if self._repointed:
+        if self._to_repoint:
             self._repoint()
-        for owner, key, value in self._replaced:
-            owner[key] = value
+        for mapping, key, value in self._to_replace:
+            mapping[key] = value
         forget_computed()
 
     def _repoint(self) -> None:
         model, slab, repointing = self._model, self._slab, self._repointing
-        is_new = slab is not None and (repointing is None or repointing is not model.repointing)
+        destinations = [destination for destination, _ in self._to_repoint]
+        is_new = slab is not None and (repointing is None or repointing is not model.last_repointing)
         if slab is not None:
-            slab.holds_parameters = model.is_repointed = True
+            slab.holds_parameters = model.may_lie_in_slabs = True
         if is_new:
-            model.repointing = None
-            model.repointed += [destination for destination, _ in self._repointed]
-        for destination, source in self._repointed:
+            model.last_repointing = None
+            model.tensors_in_slabs += destinations
+        for destination, source in self._to_repoint:
             destination.data = source
-        # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
-        torch.autograd.graph.increment_version([destination for destination, _ in self._repointed])
+        # A backward that still needs the old values must fail, as after a copy: it would compute wrong gradients.
+        torch.autograd.graph.increment_version(destinations)
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.repointed = list(filter(lies_in_slab, model.repointed[-len(self._repointed) :]))
-            model.repointing = repointing
+            model.tensors_in_slabs = list(filter(lies_in_slab, destinations))
+            model.last_repointing = repointing
         if repointing is not None:
-            repointing.plan.memory.remember([owner[key] for owner, key in repointing.plan.locations])
+            repointing.plan.memory.remember([mapping[key] for mapping, key in repointing.plan.locations])
 
     def complete(self) -> None:
-        for module, value in self._given:
+        for module, value in self._extra_state:
             module.set_extra_state(value)
 
     @property
-    def is_known(self) -> bool:
+    def may_repeat(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
         return self._pieces is not None and self._plan.memory.views is not None
 
     def repeat(self) -> bool:
         plan, pieces = self._plan, self._pieces
-        if pieces is None or self._model.is_repointed or plan.model.stale():
+        if pieces is None or self._model.may_lie_in_slabs or plan.model.is_stale():
             return False
         try:
-            found = [owner[key] for owner, key in plan.locations]
+            found = [mapping[key] for mapping, key in plan.locations]
         except KeyError:
             return False
         if (views := plan.memory.views) is None or not plan.memory.matches(found):
@@ -278,7 +276,7 @@ class ModelUpdate(Prepared):
 
 
 class CustomUpdate(Prepared):
-    """An update for a user's ``apply_weights``: called with the weights, without the guarantee of all or nothing."""
+    """An update that calls a user's ``apply_weights`` with the weights, without the guarantee of all or nothing."""
 
     def __init__(self, apply: Callable[[Any], None], weights: Any) -> None:
         self._apply = apply
@@ -290,19 +288,19 @@ class CustomUpdate(Prepared):
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
-    """An update with weights that are at hand, of which the model's selection is applied; raises SchemaMismatch if they
-    do not fit, TypeError or ValueError if one cannot be copied."""
-    tensors = model.selection.of({dotted(p): t for p, t in flat.tensors.items()})
+    """Prepare an update from tensors and values. It writes those that the model's selection chooses. Raises
+    SchemaMismatch if they do not fit, TypeError or ValueError if one cannot be copied."""
+    tensors = model.selection.chosen_items({dotted(p): t for p, t in flat.tensors.items()})
     for name, tensor in tensors.items():
         check_source(name, tensor)
-    values = model.selection.of({dotted(p): v for p, v in flat.values.items()})
+    values = model.selection.chosen_items({dotted(p): v for p, v in flat.values.items()})
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
     return ModelUpdate(model, plan, [tensors[n] for n in plan.names], states, values)
 
 
-def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether this Parameter's memory may be the slab's, which ``source`` is a view of unless it was converted."""
+def _can_repoint(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether this tensor is a Parameter that can use the memory of ``source``, and whether that is a slab's."""
     return (
         type(destination) is nn.Parameter
         and destination.is_cpu
@@ -313,28 +311,30 @@ def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
     )
 
 
-def _is_alone(tensor: torch.Tensor, in_parts: Collection[int]) -> bool:
-    """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
-    processes were given, would lose touch."""
+def _is_alone(tensor: torch.Tensor, shared: Collection[int]) -> bool:
+    """Whether no other tensor shares its memory, as far as one can see. If one did, for example as the base of this
+    view or in another process, it would not get the update. ``shared``: the addresses of shared storages."""
     storage = tensor.untyped_storage()
-    is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in in_parts
+    is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in shared
     return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
-def _is_locked(owner: Any) -> bool:
-    return isinstance(owner, TensorDictBase) and owner.is_locked
+def _is_locked(mapping: Any) -> bool:
+    return isinstance(mapping, TensorDictBase) and mapping.is_locked
 
 
-def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
-    """A value as an entry of a TensorDict: a list the way it is there already, an item for each element, if it can."""
-    if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
+def _as_entry(mapping: Any, key: str, value: Any) -> Any:
+    """A value as an entry. In a TensorDict, a list becomes a stack if the entry is one now and the batch size fits."""
+    if not isinstance(mapping, TensorDictBase):
+        return value
+    if isinstance(value, list) and isinstance(mapping.get(key), NonTensorStack):
         stack = NonTensorStack(*value)
-        if stack.batch_size[: owner.batch_dims] == owner.batch_size:
+        if stack.batch_size[: mapping.batch_dims] == mapping.batch_size:
             return stack
     return NonTensorData(value)
 
 
-def _successor(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What takes the place of a tensor: on its device, and a Parameter if it was one."""
+def _replacement(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The tensor that replaces ``old``: on its device, and a Parameter if it was one."""
     new = clone(source) if old.is_meta else source.to(old.device)
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

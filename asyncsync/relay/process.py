@@ -1,5 +1,5 @@
-"""A relay: a guest of the sender above, and a sender to the workers below, on one event loop. It has a process of its
-own, or is embedded in one of its workers' processes.
+"""A relay: a guest of the sender upstream, and the sender of the workers downstream, on one event loop. It has a
+process of its own, or is embedded in the process of one of its workers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from asyncsync.bus.worker import guest_link
 from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
+from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
-from asyncsync.relay.passing import Kept, Passing, RelaySlots
+from asyncsync.relay.machine import Kept, RelayMachine, RelaySlots
 from asyncsync.runtime import loop_thread
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
@@ -34,16 +35,16 @@ logger = logging.getLogger("asyncsync")
 
 
 class Relay:
-    """One relay, on the running loop. Raises NotConnected if it cannot bind, or connect; OSError or ValueError if the
-    file to be kept cannot be read.
+    """One relay, on the running loop. Raises NotConnected if it cannot bind or connect; OSError or ValueError if it
+    cannot read the file ``keep``.
 
     Args:
-        upstream: the sender's address, as its workers have it; several with commas between them.
-        bind: where the workers of this relay connect.
-        shared: they read shared memory, as those of :class:`asyncsync.SharedMemWeightSyncScheme`.
-        keep: a file with the newest weights; None: they are in memory only.
-        credentials: what to connect with, where the sender above has keys.
-        keys: those of this relay and of its workers; None: anybody may connect.
+        upstream: the sender's address, as for workers; several are separated by commas.
+        bind: the address to which this relay's workers connect.
+        shared: its workers read shared memory, as those of :class:`asyncsync.SharedMemWeightSyncScheme` do.
+        keep: a file for the newest weights; None: keep them in memory only.
+        credentials: returns the keys to connect with, if the sender has keys.
+        keys: the keys of this relay and its workers; None: anybody may connect.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Relay:
         kept = None if keep is None else load(keep, Slab.of if self.slots is None else self.slots.pool.acquire)
         checksum = keys is None and is_plaintext_beyond_loopback(bind)
         self.downstream = TrainerLink(bind, None, 0, Settings(checksum=checksum), keys=keys)
-        self.passing = Passing(self.downstream.machine, slots=self.slots, keeps=keep is not None)
+        self.machine = RelayMachine(self.downstream.machine, slots=self.slots, keeps=keep is not None)
         try:
-            received = self.slots or Carrier()
-            self.upstream = guest_link(upstream, received, Settings(), "relay", credentials, self.passing)
+            carrier = self.slots or Carrier()
+            self.upstream = guest_link(upstream, carrier, Settings(), "relay", credentials, self.machine)
         except BaseException:
             self.downstream.shut_down_without_loop(0)
             raise
@@ -73,48 +74,45 @@ class Relay:
         if kept is not None:
             epoch, models = kept
             self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
-            self.upstream.shown = {
-                m: (epoch, v, v if slab.origin is None else slab.origin, metadata)
-                for m, (v, slab, metadata) in models.items()
-            }
-            self.passing.restore(epoch, models, self.downstream.loop.time())
+            origins = {m: v if slab.origin is None else slab.origin for m, (v, slab, _) in models.items()}
+            self.upstream.show(epoch, {m: Acting(v, origins[m], metadata) for m, (v, _, metadata) in models.items()})
+            self.machine.restore(epoch, models, self.downstream.loop.time())
             self.downstream.act_on_changes()
-        self._saved = self.upstream.shown  # another one, whenever a model shows something new
-        self.upstream.on_change = self.downstream.on_change = self._settled
+        self._saved = self.upstream.shown  # a new object whenever a model shows another version
+        self.upstream.on_change = self.downstream.on_change = self._on_change
 
     # -- the two links ----------------------------------------------------------------------------------------------
 
-    def _settled(self) -> None:
-        """Something has changed above or below."""
+    def _on_change(self) -> None:
+        """One of the two state machines may have changed."""
         if self.downstream.closed or self.upstream.closed:
             return
         if self.downstream.machine.outbox:
             self.downstream.act_on_changes()
-        if not self._report_scheduled and self.passing.is_report_due(self.upstream.machine):
+        if not self._report_scheduled and self.machine.is_report_due(self.upstream.machine):
             self._report_scheduled = True
-            self.upstream.loop.call_soon(self._report)
+            self.upstream.loop.call_soon(self._report)  # once per turn of the loop, after all messages of that turn
 
     def _report(self) -> None:
-        """Once per turn of the loop, whatever has come in it."""
         self._report_scheduled = False
         if not self.upstream.closed:
             with self.upstream.guard():
-                self.passing.report(self.upstream.machine)
+                self.machine.report(self.upstream.machine)
                 self.upstream.act_on_changes()
 
-    # -- the store --------------------------------------------------------------------------------------------------
+    # -- the file ---------------------------------------------------------------------------------------------------
 
     async def store(self) -> None:
-        """Write whatever is newest to the file, one after the other."""
+        """Write the newest versions to the file whenever they change. Never returns."""
         while True:
             await self.upstream.wait(lambda: self.upstream.shown is not self._saved, None)
             with anyio.CancelScope(shield=True):
                 await self._save()
 
     async def _save(self) -> None:
-        """Write the newest trainer's versions, unless they are written already."""
+        """Write the versions of the newest trainer, unless they are in the file already."""
         held, shown = self.upstream.machine.holdings.updates, self.upstream.shown
-        if self.keep is None or shown is self._saved or not held:  # the link is closed
+        if self.keep is None or shown is self._saved or not held:  # nothing is held after the link was closed
             return
         self._saved = shown
         newest = max(epoch for epoch, *_ in held.values())
@@ -129,15 +127,16 @@ class Relay:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    async def over(self) -> None:
-        """Return never; raise what keeps a link from working, or why the sender has turned this relay away."""
+    async def until_ended(self) -> None:
+        """Wait until the sender turns this relay away, and raise the reason. Raises what keeps the link from working.
+        Never returns."""
         session = self.upstream.machine.session
         await self.upstream.wait(lambda: session.ended is not None, None)
         assert session.ended is not None
         raise type(session.ended)(*session.ended.args)
 
     async def shutdown(self) -> None:
-        """Leave; the workers look for another one. Idempotent."""
+        """Leave. The workers then look for another sender. Idempotent."""
         self.upstream.on_change = self.downstream.on_change = None
         await self._save()
         await self.upstream.shutdown()
@@ -147,7 +146,7 @@ class Relay:
 
 
 async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None:
-    """Make a relay, and relay until SIGINT or SIGTERM. Raises what the constructor raises; other WeightSyncErrors if it
+    """Make a relay, and run it until SIGINT or SIGTERM. Raises what ``make`` raises, or a WeightSyncError if the relay
     cannot go on."""
     relay = make()
     try:
@@ -155,7 +154,7 @@ async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 ready(relay)
                 group.start_soon(partial(relay.downstream.wait, lambda: False, None))
-                group.start_soon(relay.over)
+                group.start_soon(relay.until_ended)
                 if relay.keep is not None:
                     group.start_soon(relay.store)
                 async for _ in signals:
@@ -169,17 +168,18 @@ async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None
 
 
 class EmbeddedRelay:
-    """A relay that receives for its host into shared memory, on the loop thread of the blocking API. The ranks of an
-    inference engine on one host read one copy so, however the weights come there.
+    """A relay that receives into shared memory for the workers of its host, on the loop thread of the blocking API. So
+    all ranks of an inference engine on one host read one copy.
 
-    Blocking, and not for the loop's own thread. Raises NotConnected if it cannot connect.
+    Its methods block, so do not call them on the loop thread. Raises NotConnected if it cannot connect.
 
     Args:
-        upstream: the sender's address, as its workers have it.
-        keys: those of a receiver, where the sender has keys.
+        upstream: the sender's address, as for workers.
+        keys: a receiver's keys, if the sender has keys.
 
     Attributes:
-        endpoint: where the workers of this host connect, with a :class:`asyncsync.SharedMemWeightSyncScheme`.
+        endpoint: the address to which workers of this host connect, with a
+            :class:`asyncsync.SharedMemWeightSyncScheme`.
     """
 
     def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
@@ -201,22 +201,22 @@ class EmbeddedRelay:
                 loop_thread.set_open(self._end, False)
 
     def close(self) -> None:
-        """Leave; may be called again."""
+        """Leave. Idempotent."""
         if self._relay is not None:
             loop_thread.run(partial(self._end, 0.0))
 
 
-# -- the newest weights in a file, from which a relay serves its workers when the trainer is away ----------------------
+# -- the file with the newest weights, from which a relay serves its workers while the trainer is away -----------------
 
-# The file is of the safetensors format, and its tensors are those that were published, by their dotted names (of
-# several models, behind the model's name): anybody can read it. What the format has no place for is in its metadata, as
-# texts: epoch, versions, layouts, and other names of tied weights. It is written under another name first, so that it
-# is always whole.
+# The file has the safetensors format, so that any program can read it. It has the published tensors under their dotted
+# names; with several models, the model's name goes before. Its metadata has, as texts, what the format does not
+# provide for: epoch, versions, layouts, and other names of tied weights. It is written under another name first, so
+# that it is always complete.
 KEY = "asyncsync"
 
 
 def save(path: Path, epoch: Epoch, kept: Kept) -> None:
-    """Write the file anew. Raises OSError; ValueError: the format has no such dtype, or two tensors have one name."""
+    """Replace the file. Raises OSError, or ValueError if the format lacks a dtype, or if two tensors have one name."""
     tensors, texts, models = {}, {"format": "pt"}, {}
     for model_id, (version, slab, metadata) in kept.items():
         prefix, entries = "" if len(kept) == 1 else f"{model_id}.", slab.layout.entries
@@ -226,16 +226,17 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
             tensors[name] = view
         for other, i in slab.layout.aliases.items():
             texts[prefix + dotted(other)] = prefix + dotted(entries[i].path)
-        binary = {"layout": slab.layout.encoded, "digest": slab.layout.digest, "values": slab.values}
-        texts_of = {name: b64encode(value).decode() for name, value in {**binary, "metadata": metadata}.items()}
-        models[model_id] = {"version": version, "origin": slab.origin, **texts_of}
+        layout, values = slab.layout, slab.values
+        blobs = {"layout": layout.encoded, "digest": layout.digest, "values": values, "metadata": metadata}
+        encoded = {name: b64encode(blob).decode() for name, blob in blobs.items()}
+        models[model_id] = {"version": version, "origin": slab.origin, **encoded}
     texts[KEY] = json.dumps({"epoch": epoch, "models": models})
     files.write(path, tensors, texts)
 
 
 def load(path: Path, acquire: Callable[[Layout], Slab] = Slab.of) -> tuple[Epoch, Kept] | None:
-    """What the file holds, each slab with one reference; None: there is no file. Removes what a killed relay has left
-    half written. Raises OSError; ValueError: it is not one of a relay's."""
+    """Read the file; each slab has one reference. None: there is no file. Removes half-written files that a killed
+    relay has left. Raises OSError, or ValueError if a relay did not write the file."""
     files.remove_half_written(path)
     if not path.exists():
         return None

@@ -209,7 +209,7 @@ class Scheme(ABC):
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not is_per_worker(source):
-            return as_tensordict(copy_flat(self.selection.part(flat_weights(self.strategy, source))))
+            return as_tensordict(copy_flat(self.selection.chosen_weights(flat_weights(self.strategy, source))))
         return self._bus.read_link(self.held_weights)
 
     def held_weights(self) -> TensorDict | None:
@@ -756,12 +756,12 @@ class Scheme(ABC):
         if (flat := module_weights(self.strategy, source)) is None:
             return None
         flat.ready = cuda_events(flat)
-        return self.selection.part(flat)
+        return self.selection.chosen_weights(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
         # Read the current values of the selected weights of the source. Runs in the caller's thread.
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
-        count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
+        count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.chosen_weights
         found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
         return part(found) if isinstance(found, FlatWeights) else {w: part(each) for w, each in found.items()}
 

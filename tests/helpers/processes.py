@@ -471,11 +471,11 @@ class Worker(_Party):
                 _copy(destinations[half:], sources[half:])
 
             def repoint_half(whole: update.ModelUpdate) -> None:
-                pairs = whole._repointed
-                whole._repointed = pairs[: len(pairs) // 2]
+                pairs = whole._to_repoint
+                whole._to_repoint = pairs[: len(pairs) // 2]
                 repoint(whole)
                 halt()
-                whole._repointed = pairs
+                whole._to_repoint = pairs
                 repoint(whole)
 
             repoint = update.ModelUpdate._repoint

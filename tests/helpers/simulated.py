@@ -436,7 +436,7 @@ class WorkerProcess(Memory):
         held = machine.holdings.updates.get(model)
         newest, binding = held[2], machine.models[model]
         prepared = binding.cached(newest)
-        if prepared is None or not prepared.is_known or newest.leased:
+        if prepared is None or not prepared.may_repeat or newest.leased:
             return
         slab = machine.pool.acquire(newest.layout)
         if Binding.prepare(binding, slab) is not binding.cached(slab):

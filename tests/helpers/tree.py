@@ -16,7 +16,7 @@ from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.worker import Worker
-from asyncsync.relay.passing import Passing
+from asyncsync.relay.machine import RelayMachine
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import codec
 from asyncsync.wire.messages import FIRST_GUEST, Buffer, Instruction
@@ -43,7 +43,7 @@ class Node:
         self.pool = SlabPool()  # a trainer's
         self.trainer: Trainer | None = None
         self.worker: Worker | None = None
-        self.passing: Passing | None = None
+        self.passing: RelayMachine | None = None
         self.parent: Node | None = None
         self.children: dict[bytes, Node] = {}  # by the route
         self.route = b""  # at the parent
@@ -114,7 +114,7 @@ class Tree:
         node = Node(name, self.settings)
         index = FIRST_GUEST + self.random.randrange(FIRST_GUEST)
         node.trainer = Trainer((0, 0), Identity(), None, self.settings)
-        node.passing = Passing(node.trainer)
+        node.passing = RelayMachine(node.trainer)
         node.worker = Worker(index, self._nonce(), Identity(), self.settings, "relay", relaying=node.passing)
         node.worker.session.reconnects = True
         self.connect(node, parent)

@@ -50,7 +50,8 @@ LATE: dict[str, Callable[[], nn.Module]] = {
 def test_a_forward_that_ends_before_its_work_is_refused_unless_the_user_keeps_updates_out(api: Api, kind: str) -> None:
     model = LATE[kind]()
     scheme = api.scheme()
-    with pytest.raises(ValueError, match=r"forward ends before its work does.*scheme\.hold\(\).*apply=\"on_receive\""):
+    match = r"forward returns before its work is done.*scheme\.hold\(\).*apply=\"on_receive\""
+    with pytest.raises(ValueError, match=match):
         scheme.init_on_receiver("policy", model=model, worker_idx=0)
     assert not model._forward_hooks
     for options in ({"gate": "hold"}, {"apply": "on_receive"}):

@@ -87,7 +87,7 @@ async def test_what_is_not_what_was_sent_is_not_comparable(api: Api) -> None:
     assert {worker: str(one) for worker, one in found.items()} == {
         0: "not comparable: it casts 'first' from torch.float32 to torch.float16",
         2: "not comparable: it has no model",
-        3: "not comparable: its strategy, Double, converts what comes",
+        3: "not comparable: its strategy, Double, converts the weights",
         4: "not comparable: it has an apply_weights of its own",
         5: "not comparable: it casts 'scale' from torch.float32 to torch.float64",
     }

@@ -1,10 +1,10 @@
-"""vLLM follows a trainer. Where asyncsync is installed, vLLM has one more backend for weight transfer::
+"""vLLM follows a trainer. If asyncsync is installed, vLLM has another backend for weight transfer::
 
     vllm serve MODEL --weight-transfer-config '{"backend": "asyncsync"}'
 
-vLLM imports this module in each of its processes, because of the entry point in the group ``vllm.general_plugins``: so
-it imports nothing heavy. ``engine`` has the receiving side, ``trainer`` the sending one, for frameworks that call
-vLLM's.
+vLLM imports this module in each of its processes, through the entry point in the group ``vllm.general_plugins``. So it
+imports nothing heavy. ``engine`` has the receiving side. ``trainer`` has the sending side, for frameworks that use
+vLLM's classes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BACKEND = "asyncsync"
 
 
 def weight_version(epoch: str, version: int) -> str:
-    """By what name vLLM knows this version: ``finish_weight_update(weight_version=…)``."""
+    """vLLM's name for this version: ``finish_weight_update(weight_version=…)``."""
     return f"{epoch}:{version}"
 
 
 def register() -> None:
-    """Add the backend to vLLM's registries. vLLM calls this without a guard: whatever is wrong is a warning."""
+    """Add the backend to vLLM's registries. vLLM does not catch what this raises, so it only warns of problems."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
@@ -34,8 +34,8 @@ def register() -> None:
                 pass  # vLLM has called this before
     except Exception as error:
         logging.getLogger("asyncsync").warning(
-            "asyncsync is no backend for weight transfer in this vLLM, whose registry is not the one of vLLM 0.28 and "
-            "later: %s: %s",
+            "asyncsync is not available as a backend for weight transfer in this vLLM, because its registry is not "
+            "that of vLLM 0.28 and later: %s: %s",
             type(error).__name__,
             error,
         )

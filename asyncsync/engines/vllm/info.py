@@ -1,5 +1,5 @@
-"""What vLLM is told over its routes: where the sender is, and which version to load. The routes are HTTP, perhaps
-without a key: so these fields are all there is, and each is checked. No option of a scheme passes through.
+"""The messages to vLLM's routes: where the sender is, and which version to load. The routes may be HTTP without
+a key. So each field is checked, there are no others, and no option of a scheme passes through.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _scheme(value: Any) -> str:
     return "" if value in SCHEMES else f"one of {', '.join(SCHEMES)}"
 
 
-# Of each field, what is wrong with a value: what it should be, or "". None passes where it is the default.
+# A check returns what a wrong value should be, and "" for a right one. None passes if it is the field's default.
 CHECKS: dict[str, Callable[[Any], str]] = {
     "endpoint": _text,
     "scheme": _scheme,
@@ -52,11 +52,11 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 class Info:
-    """What both messages have in common."""
+    """Base of both messages."""
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Self:
-        """From what came over a route. Raises ValueError, which names the field and what it should be."""
+        """Make it from a route's values. Raises ValueError, which names the field and what it should be."""
         if not isinstance(values, Mapping):
             raise ValueError(f"{cls.__name__} is an object with fields, not {values!r}")
         known = {field.name: field.default for field in fields(cls)}  # type: ignore[arg-type]
@@ -81,9 +81,10 @@ class InitInfo(Info):
         model_id: the model's name at the sender.
         first_worker: rank r of this replica is worker ``first_worker + r`` of the sender; None: the ranks are
             anonymous, which an elastic sender accepts.
-        timeout: seconds to reach the sender, and to load the version that it has.
-        server_key, client_key: paths of the certificates on the replica's host, of "zmq" and "auto". ``client_key`` is
-            for any worker; or ``{worker_idx}`` in it stands for the rank's index, and each rank receives by itself.
+        timeout: seconds to reach the sender, and to load its version.
+        server_key, client_key: paths of the certificates on the replica's host, for "zmq" and "auto". ``client_key`` is
+            good for any worker. Or ``{worker_idx}`` in the path stands for the worker's index; then each rank connects
+            with its own key.
     """
 
     endpoint: str
@@ -102,11 +103,11 @@ class InitInfo(Info):
 
     @property
     def has_key_per_worker(self) -> bool:
-        """Whether each rank has a key of its own. A relay, which speaks for several workers, can use none of them."""
+        """Whether each rank has a key of its own. A relay needs one for any worker, because it speaks for several."""
         return self.client_key is not None and WORKER in self.client_key
 
     def options(self) -> dict[str, str]:
-        """Of the scheme that connects to the sender."""
+        """Options for the scheme that connects to the sender."""
         keys = {"server_key": self.server_key, "client_key": self.client_key}
         return {"connect": self.endpoint} | {name: path for name, path in keys.items() if path is not None}
 
@@ -116,9 +117,9 @@ class UpdateInfo(Info):
     """Which version to load.
 
     Attributes:
-        version: as the sender's ``publish`` or ``stage`` returned it.
-        epoch: the sender's ``scheme.epoch``: another trainer's version of the same number is another one.
-        timeout: seconds until it is here and every rank has loaded it.
+        version: returned by the sender's ``publish`` or ``stage``.
+        epoch: the sender's ``scheme.epoch``, because versions of different trainers may have the same number.
+        timeout: seconds to receive it and to load it on every rank.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""The sending side, for frameworks that call vLLM's: ``WeightTransferTrainerFactory.trainer_init``, ``send_weights``.
+"""The sending side, for frameworks that use vLLM's ``WeightTransferTrainerFactory.trainer_init`` and ``send_weights``.
 
 Usage::
 
@@ -10,7 +10,7 @@ Usage::
     )
     trainer.send_weights()              # between the caller's pause and resume, if there is one
 
-Frameworks of one's own need none of this: they publish on a scheme, and call vLLM's routes with
+Your own framework does not need this module: it can publish on a scheme, and call vLLM's routes with
 :class:`~asyncsync.engines.vllm.info.UpdateInfo`.
 """
 
@@ -28,7 +28,7 @@ from asyncsync.engines.vllm.info import InitInfo
 from asyncsync.errors import NotConnected
 from asyncsync.sync import WeightSyncScheme
 
-REPORT_SECONDS = 5.0  # for the workers' reports of what has failed
+REPORT_SECONDS = 5.0  # to wait for the workers' reports of failures
 
 
 @dataclass
@@ -39,8 +39,9 @@ class AsyncSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM n
         rank: of this trainer process; rank 0 sends.
         endpoint: where the sender binds, ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
         connect: where the replicas connect, if that differs.
-        scheme, model_id, first_worker, timeout: as of :class:`~asyncsync.engines.vllm.info.InitInfo`.
-        server_key, clients: at the sender, the path of its secret certificate, and the directory of the replicas'.
+        scheme, model_id, first_worker, timeout: as in :class:`~asyncsync.engines.vllm.info.InitInfo`.
+        server_key, clients: on the sender's host, the path of its secret certificate, and the directory of the
+            replicas' public certificates.
         replica_server_key, replica_client_key: the paths of the certificates on the replicas' hosts.
     """
 
@@ -58,10 +59,10 @@ class AsyncSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM n
 
 
 class AsyncSyncTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes what a ``WeightSource`` has, and lets the replicas load it when all of it is there.
+    """Publishes the weights of a ``WeightSource``, and has the replicas load them when all bytes have arrived.
 
     Attributes:
-        scheme: rank 0's, a sender; None on the other ranks.
+        scheme: the sender, on rank 0; None on the other ranks.
     """
 
     init_info_cls = AsyncSyncTrainerInitInfo
@@ -73,25 +74,25 @@ class AsyncSyncTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type
 
     @classmethod
     def trainer_init(cls, init_info: AsyncSyncTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Open the sender, and connect the replicas. On every rank of the trainer.
+        """Open the sender, and connect the replicas. Call it on every rank of the trainer.
 
         Raises:
             ValueError: there is no source, or a field is wrong.
-            Exception: what the client raises if a replica cannot be connected.
+            Exception: raised by the client if a replica cannot be connected.
         """
         if source is None:
-            raise ValueError("asyncsync sends what a WeightSource has: pass source=ModuleSource(model), or your own")
+            raise ValueError("asyncsync sends a WeightSource's weights: pass source=ModuleSource(model), or your own")
         if not init_info.is_sender:
             return cls(client=client, source=source, scheme=None, timeout=init_info.timeout)
-        of_sender = {"server_key": init_info.server_key, "clients": init_info.clients, "connect": init_info.connect}
-        options = {name: value for name, value in of_sender.items() if value is not None}
+        given = {"server_key": init_info.server_key, "clients": init_info.clients, "connect": init_info.connect}
+        options = {name: value for name, value in given.items() if value is not None}
         scheme = WeightSyncScheme.from_backend(
             init_info.scheme, endpoint=init_info.endpoint, strategy="state_dict", min_workers=0, **options
         )
         scheme.init_on_sender(model_id=init_info.model_id)
         try:
             scheme.connect(timeout=init_info.timeout)
-            told = {
+            info = {
                 "endpoint": scheme.bus.connect_endpoint,
                 "scheme": init_info.scheme,
                 "model_id": init_info.model_id,
@@ -100,24 +101,24 @@ class AsyncSyncTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type
                 "server_key": init_info.replica_server_key,
                 "client_key": init_info.replica_client_key,
             }
-            InitInfo.given(told)  # wrong fields are named here, and not by each rank of each replica
-            client.init_weight_transfer_engine(told)
+            InitInfo.given(info)  # name wrong fields here, before each rank of each replica does
+            client.init_weight_transfer_engine(info)
         except BaseException:
             scheme.shutdown()
             raise
         return cls(client=client, source=source, scheme=scheme, timeout=init_info.timeout)
 
     def send_weights(self) -> None:
-        """Send the current weights of the source, and have the replicas load them. On every rank of the trainer.
+        """Send the source's current weights, and have the replicas load them. Call it on every rank of the trainer.
 
         Raises:
             PartialSendError: a replica has not loaded them, and serves the version before; with its ranks' tracebacks.
-            Exception: what the client raises, where no rank has reported a failure.
+            Exception: raised by the client, if no rank has reported a failure.
         """
         scheme, weights = self.scheme, {}
-        for name, tensor in self.source:  # on all ranks: it may be a collective
+        for name, tensor in self.source:  # on all ranks, because it may be a collective
             if scheme is not None:
-                weights[name] = tensor.detach().to("cpu")  # one after the other, so the device needs room for one
+                weights[name] = tensor.detach().to("cpu")  # one by one, so that the device needs room for one
         if scheme is None:
             return
         version = scheme.publish(weights)
@@ -128,15 +129,15 @@ class AsyncSyncTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type
             left = max(1.0, deadline - time.monotonic())
             self.client.update_weights({"version": version, "epoch": scheme.epoch, "timeout": left})
         except Exception as error:
-            with suppress(Exception):  # vLLM's other ranks are in the middle of an update, the last one is not
+            with suppress(Exception):  # the rank that raised refuses this, but vLLM's other ranks need it
                 self.client.finish_weight_update()
-            with suppress(NotConnected):  # the replica is gone: the client's error says more
+            with suppress(NotConnected):  # the replica is gone, and the client's error says more
                 scheme.wait_version(version, timeout=REPORT_SECONDS)
             raise error
         self.client.finish_weight_update(weight_version(scheme.epoch, version))
         scheme.wait_version(version, timeout=max(REPORT_SECONDS, deadline - time.monotonic()))
 
     def shutdown(self) -> None:
-        """Close the sender. The replicas serve what they have."""
+        """Close the sender. The replicas go on serving their weights."""
         if self.scheme is not None:
             self.scheme.shutdown()

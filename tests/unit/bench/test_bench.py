@@ -64,7 +64,7 @@ def test_sizes_are_read_as_they_are_written() -> None:
     assert sizes("1B,64KiB, 16 MiB,2GiB") == [1, SMALL, LARGE, 2 << 30]
     assert [size(nbytes) for nbytes in sizes("1B,64KiB,1024KiB")] == ["1 B", "64 KiB", "1 MiB"]
     for wrong in ("64", "64KB", "0KiB", "", "64KiB,"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             sizes(wrong)
 
 

@@ -40,12 +40,12 @@ class Asked(HTTPReplica):
 
     async def complete(self, prompt: list[int], count: int = 12) -> dict[str, Any]:
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": count}}
-        answer = await self._ask("POST", "/inference/v1/generate", body)
+        answer = await self._request("POST", "/inference/v1/generate", body)
         found: dict[str, Any] = answer["choices"][0]
         return found
 
     async def is_paused(self) -> bool:
-        return bool((await self._ask("GET", "/is_paused"))["is_paused"])
+        return bool((await self._request("GET", "/is_paused"))["is_paused"])
 
 
 @cache

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from asyncsync.engines.vllm import ranks as module
-from asyncsync.engines.vllm.ranks import KEPT, Ranks
+from asyncsync.engines.vllm.ranks import KEPT_CALLS, Ranks
 
 Group = Callable[[int], list[Ranks]]
 Vote = tuple[float, str]  # after so many seconds, this problem
@@ -41,11 +41,11 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
 def test_old_keys_are_deleted() -> None:
     store = HashStore()
     ranks = [Ranks(store.clone(), rank, 2) for rank in range(2)]
-    for _ in range(3 * KEPT):
+    for _ in range(3 * KEPT_CALLS):
         for one in ranks:
             one.begin()
         votes(ranks, [(0, ""), (0, "")], 10)
-    assert store.num_keys() <= 3 * (KEPT + 2)
+    assert store.num_keys() <= 3 * (KEPT_CALLS + 2)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -71,13 +71,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.requirement(244)
 def test_without_a_problem_all_go_on_and_with_one_all_hear_of_it(group: Group) -> None:
     ranks = group(3)
-    for _ in range(2 * KEPT):  # keys of old calls are gone, and in nobody's way
+    for _ in range(2 * KEPT_CALLS):  # keys of old calls are gone, and in nobody's way
         for one in ranks:
             one.begin()
         assert votes(ranks, [(0, ""), (0, ""), (0, "")], 10) == [{}] * 3
         assert votes(ranks, [(0, ""), (0.01, "no room"), (0, "")], 10) == [{1: "no room"}] * 3
         assert votes(ranks, [(0, "a"), (0, "b"), (0, "c")], 10) == [{0: "a", 1: "b", 2: "c"}] * 3
-    assert at_once([lambda one=one: one.tell(f"v{one.rank}", time.monotonic() + 10) for one in ranks]) == (
+    assert at_once([lambda one=one: one.exchange(f"v{one.rank}", time.monotonic() + 10) for one in ranks]) == (
         [{0: "v0", 1: "v1", 2: "v2"}] * 3
     )
 
@@ -86,7 +86,7 @@ def test_one_rank_alone_needs_no_store() -> None:
     alone = Ranks(None, 0, 1)
     assert alone.vote("", time.monotonic()) == {}
     assert alone.vote("no room", time.monotonic()) == {0: "no room"}
-    assert alone.tell("v7", time.monotonic()) == {0: "v7"}
+    assert alone.exchange("v7", time.monotonic()) == {0: "v7"}
 
 
 @pytest.mark.requirement(244)

@@ -37,7 +37,7 @@ def test_without_vllms_registry_it_warns_once_and_raises_nothing(caplog: pytest.
     with caplog.at_level(logging.WARNING, "asyncsync"):
         register()
     [record] = caplog.records
-    assert "no backend for weight transfer" in record.getMessage()
+    assert "not available as a backend for weight transfer" in record.getMessage()
     assert "No module named 'vllm'" in record.getMessage()
 
 

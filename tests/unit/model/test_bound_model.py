@@ -296,7 +296,7 @@ def test_a_tensor_that_has_become_extra_state_is_refused() -> None:
     model = nn.Sequential(Before(), nn.Linear(1, 1))
     one = prepared(bound(model), nn.Sequential(Before(), nn.Linear(1, 1)))
     model[0] = After()
-    with pytest.raises(SchemaMismatch, match="has become extra state"):
+    with pytest.raises(SchemaMismatch, match="became extra state"):
         one.resolve()
 
 
@@ -643,9 +643,9 @@ def test_a_part_that_is_a_tensordict_may_be_replaced() -> None:
     model = nn.Module()
     model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
     tensors = ModelTensors(model, "tensordict")
-    assert not tensors.stale()
+    assert not tensors.is_stale()
     model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
-    assert tensors.stale()
+    assert tensors.is_stale()
 
 
 # -- which weights a model can take ------------------------------------------------------------------------------------

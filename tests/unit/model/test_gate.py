@@ -140,7 +140,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting reader looks again only when it is woken."""
-    monkeypatch.setattr(gate_module, "_TICK", 2 * LONG)
+    monkeypatch.setattr(gate_module, "_RECHECK_SECONDS", 2 * LONG)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -167,7 +167,7 @@ def failing() -> None:
 
 
 def waiting(gate: Gate) -> int:
-    return len(gate._changed._waiters) + len(gate._waiters)
+    return len(gate._changed._waiters) + len(gate._waiting_tasks)
 
 
 async def until_waiting(gate: Gate, count: int) -> None:

@@ -22,7 +22,7 @@ MESSAGE = "no weight update can come in"
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "BLOCKED_SECONDS", SECONDS)
-    monkeypatch.setattr(gate_module, "LOOK_SECONDS", SECONDS / 4)
+    monkeypatch.setattr(gate_module, "CHECK_SECONDS", SECONDS / 4)
 
 
 @pytest.fixture

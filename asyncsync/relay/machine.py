@@ -1,9 +1,9 @@
-"""Passing on: a relay's state machine, between the sender above it and the workers below. No I/O, no clock.
+"""A relay's state machine, between the sender upstream and the workers downstream. No I/O, no clock.
 
-Downwards: versions keep their numbers and their epoch. An update is published below as soon as it is announced above,
-and streamed from the slab that is being filled: what is here is sent on while the rest is on its way. Where the slab is
-one of shared memory, it is published when it is complete. Upwards: once per turn of the event loop, the state of every
-worker that has changed.
+Downstream, versions keep their numbers and their epoch. The relay publishes an update as soon as the sender announces
+it, and sends on the bytes that have arrived while the rest is on its way. If its workers read shared memory, it
+publishes an update when that is complete. Upstream, the relay reports the workers whose state has changed, once per
+turn of the event loop.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from asyncsync.wire.messages import APPLY, Bye, Epoch, RelayedWorker
 
 logger = logging.getLogger("asyncsync")
 
-# Of a failure that a relay reports: a report has room for many.
-MOST_MESSAGE, MOST_TRACEBACK = 2_000, 8_000
-MOST_VALUES, MOST_TEXT = 8_000, 200_000
+# Letters of one failure's message and traceback, so that one report has room for many failures.
+MAX_MESSAGE, MAX_TRACEBACK = 2_000, 8_000
+# A report is full when it has more values, or more letters in its texts.
+MAX_VALUES, MAX_LETTERS = 8_000, 200_000
 
 Kept = dict[str, tuple[int, Slab, bytes]]
-"""Of each model: version, slab and metadata."""
+"""The version, slab and metadata of each model."""
 
 
 class RelaySlots(Carrier):
-    """Slabs in shared memory, into which an update is received, and which the workers read."""
+    """Slabs in shared memory. The relay receives updates into them, and its workers read them there."""
 
     pool: WeightSlots
     receives_into_own_slabs = True
@@ -47,46 +48,41 @@ class RelaySlots(Carrier):
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
 
-    def describe(self, slab: Slab) -> bytes:
-        assert isinstance(slab.pool, WeightSlots)
-        return slab.pool.describe(slab)
-
     def renew(self) -> None:
-        """What there is goes with its last reader, and is never written again."""
+        """Use a new pool. The old slabs are never written again; each is freed when its last reader is gone."""
         self.pool.close()
         self.pool = WeightSlots(SLOTS, MAP_ABOVE)
 
 
-class Passing(Relaying):
-    """Passes on what a worker, ``upstream``, receives to the workers of ``downstream``.
+class RelayMachine(Relaying):
+    """Passes on the updates that one worker receives, ``upstream``, to the workers of ``downstream``.
 
     Args:
-        slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
-        keeps: whether the workers are served on when the trainer has said goodbye.
+        slots: the workers read the received slabs there; None: the relay streams slabs to them.
+        keeps: whether to go on serving the workers after the trainer's goodbye.
     """
 
     def __init__(self, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False) -> None:
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
-        self._replaced: Replaced | None = (
-            None  # by the update that is passed on now, in slots nothing; None: none is passed on
-        )
-        self._reported: dict[int, RelayedWorker] = {}
-        self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
+        # The targets that the update which is passed on now has replaced (with slots, none yet); None: there is none.
+        self._replaced: Replaced | None = None
+        self._reported: dict[int, RelayedWorker] = {}  # the last report of each worker
+        self._fully_reported: tuple[Epoch | None, int] | None = None  # the session that got a report of all workers
         self.epoch_began(messages.NO_EPOCH)
 
-    # -- downwards --------------------------------------------------------------------------------------------------
+    # -- downstream -------------------------------------------------------------------------------------------------
 
     def message_received(self, upstream: Worker, message: messages.Instruction, now: float) -> None:
         downstream, session = self._downstream, upstream.session
         match message:
             case messages.Welcome():
-                # Models without weights are served at once, so that their workers can connect; others with theirs.
+                # Serve models without weights now, so that their workers can connect; others with their first update.
                 for model_id in [m for m, digest in session.served.items() if not digest]:
                     downstream.serve(model_id, now)
             case Bye(reason="closed"):
-                # So do its workers here, unless this relay keeps the weights for them.
+                # Pass the goodbye on, unless this relay keeps the weights for its workers.
                 for peer in () if self._keeps else downstream.peers.values():
                     if not peer.lost:
                         bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
@@ -99,11 +95,11 @@ class Passing(Relaying):
             case messages.Pong(root=True):
                 downstream.requests.receive_answer(message.seq, upstream.targets)
             case messages.Recount():
-                self._session = None  # a report was lost
+                self._fully_reported = None  # a report was lost
 
     def epoch_began(self, epoch: Epoch) -> None:
-        """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
-        slabs before must not be written again."""
+        """Forget the versions of the epoch before; from now on, serve this epoch's. Workers may still read older slabs
+        in shared memory, so these must not be written again."""
         downstream = self._downstream
         downstream.outbox.clear()
         downstream.answers.clear()
@@ -118,7 +114,7 @@ class Passing(Relaying):
         downstream.membership.begin_epoch(epoch)
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
-        """Begin with what was kept of this epoch."""
+        """Serve the versions of this epoch that were kept in a file."""
         self.epoch_began(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
@@ -126,7 +122,7 @@ class Passing(Relaying):
             self._publish(version, slabs, metadata, now)
 
     def update_began(self, update: IncomingUpdate) -> None:
-        """Publish what has been announced, while it is still on its way."""
+        """Publish an announced update while its bytes arrive; in slots, when it is complete (:meth:`ended`)."""
         if any(part.descriptor is not None for part in update.parts):
             logger.warning(
                 "cannot pass on version %d, because it lies in the trainer's memory: give the trainer a "
@@ -140,7 +136,7 @@ class Passing(Relaying):
         self._replaced = []
         if self._slots is None:
             self._replaced = self._downstream.targets.retain_current(part.model_id for part in update.parts)
-            self._mark(update)
+            self._note_progress(update)
             self._publish_update(update)
 
     def _publish_update(self, update: IncomingUpdate) -> None:
@@ -150,12 +146,12 @@ class Passing(Relaying):
     def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float, phase: int = APPLY) -> None:
         for model_id, slab in slabs.items():
             self._downstream.serve(model_id, now)
-            if self._slots is not None:
-                slab.descriptor = self._slots.describe(slab)
+            if isinstance(slab.pool, WeightSlots):
+                slab.descriptor = slab.pool.describe(slab)
         self._downstream.publish(slabs, None, now, metadata, version, stages=phase == messages.STAGE)
 
-    def _mark(self, update: IncomingUpdate) -> None:
-        """How far each slab is filled."""
+    def _note_progress(self, update: IncomingUpdate) -> None:
+        """Note in each slab up to where it is filled."""
         received = update.received
         for part, slab in zip(update.parts, update.slabs, strict=True):
             if not part.source:
@@ -163,13 +159,13 @@ class Passing(Relaying):
                 received -= part.nbytes
 
     def bytes_arrived(self, update: IncomingUpdate) -> None:
-        """Send on what has come."""
+        """Send on the bytes that have arrived."""
         if self._replaced is not None and self._slots is None:
-            self._mark(update)
+            self._note_progress(update)
             self._downstream.stream()
 
     def update_ended(self, update: IncomingUpdate) -> None:
-        """It is complete, or the connection has ended, or there is something newer."""
+        """The update is complete; or it never will be, because the connection ended or a newer one has come."""
         replaced, self._replaced = self._replaced, None
         if replaced is None:
             return
@@ -185,7 +181,7 @@ class Passing(Relaying):
             self._downstream.abandon(update.parts[0].version, replaced)
 
     def update_committed(self, held: Staging, now: float) -> None:
-        """What was staged is to be applied, below, too."""
+        """Commit the staged version downstream, too; publish it if it is not staged there."""
         part = next(iter(held.parts.values()))
         if self._downstream.targets.is_staged(part.version):
             self._downstream.commit(part.version)
@@ -193,17 +189,16 @@ class Passing(Relaying):
             slabs = {model_id: part.slab for model_id, part in held.parts.items()}
             self._publish(part.version, slabs, part.metadata, now)
 
-    # -- upwards ----------------------------------------------------------------------------------------------------
+    # -- upstream ---------------------------------------------------------------------------------------------------
 
     def is_report_due(self, upstream: Worker) -> bool:
-        """Whether :meth:`report` may have something to say."""
         session, downstream = upstream.session, self._downstream
         has_news = downstream.touched or downstream.requests.unsent or downstream.answers
-        return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
+        return session.welcomed and (bool(has_news) or self._fully_reported != (session.epoch, session.attempt))
 
     def report(self, upstream: Worker) -> None:
-        """Report who has changed since the last time; everybody, to a sender that knows of nobody. Ask there what
-        workers have asked here."""
+        """Pass the workers' questions and answers on. Report the workers that have changed since the last report; in a
+        new session, or after a lost report, report all."""
         session, downstream = upstream.session, self._downstream
         if not self.is_report_due(upstream):
             return
@@ -211,25 +206,25 @@ class Passing(Relaying):
             downstream.requests.note_sent(session.request(root=True))
         while downstream.answers:
             session.send(downstream.answers.popleft())
-        whole = self._session != (session.epoch, session.attempt)
+        whole = self._fully_reported != (session.epoch, session.attempt)
         workers: Iterable[int] = downstream.touched
         if whole:
-            self._session = session.epoch, session.attempt
+            self._fully_reported = session.epoch, session.attempt
             self._reported = {}
             workers = {*downstream.peers, *downstream.relayed.workers}
-        changed = [one for worker in workers if (one := self._state(worker)) is not None]
+        changed = [state for worker in workers if (state := self._changed_state(worker)) is not None]
         downstream.touched.clear()
         if not changed and not whole:
             return
         assert session.epoch is not None
-        batches = list(_in_reports(changed))
+        batches = list(_batches(changed))
         for i, batch in enumerate(batches):
             upstream.reports_sent += 1
             more = i + 1 < len(batches)
             session.send(messages.Relayed(session.epoch, upstream.reports_sent, whole and not i, more, batch))
 
-    def _state(self, worker: int) -> RelayedWorker | None:
-        """What is to be reported of this worker; None: nothing."""
+    def _changed_state(self, worker: int) -> RelayedWorker | None:
+        """A worker's state, to be reported; None: it is unchanged, or there is nothing to report yet."""
         downstream, before = self._downstream, self._reported.get(worker)
         peer = downstream.membership.find(worker)
         if peer is None and before is not None:
@@ -239,27 +234,27 @@ class Passing(Relaying):
         elif peer.lost:
             now = RelayedWorker(worker, peer.nonce, {}, {}, lost=peer.lost)
         elif not peer.ready:
-            return None  # it has not answered for the layouts yet
+            return None  # it has not accepted or refused the layouts yet
         else:
-            failed, error = self._failure(peer)
+            failed, error = self._failures(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
             waiting = (dict(peer.staged), dict(peer.taken)) if peer.hello.takes else ()
             about = peer.hello.attempt, peer.slow, dict(peer.held), *waiting
-            now = RelayedWorker(worker, peer.nonce, applied, failed, *_texts(error), "", *about)
+            now = RelayedWorker(worker, peer.nonce, applied, failed, *_error_fields(error), "", *about)
         if now == before:
             return None
         self._reported[worker] = now
         return now
 
-    def _failure(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
-        """Which versions this worker could not apply, and why."""
+    def _failures(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
+        """The version of each model that this worker could not apply, and the last reason."""
         targets, progress = self._downstream.targets, self._downstream.progress
-        failed: dict[str, int] = dict(sorted(peer.failed))  # of each model, the newest
+        failed: dict[str, int] = dict(sorted(peer.failed))  # the newest version of each model
         errors = list(peer.failed.values())
         for model_id in peer.hello.have:
             target = targets.newest(peer.worker, model_id)
             if target is not None and (model_id, target.version) in peer.failed:
-                failed[model_id] = target.version  # rather than what is staged
+                failed[model_id] = target.version  # a failed target matters more than a failed staged version
             if target is not None and (refusal := progress.refusal(peer, target)) is not None:
                 failed[model_id] = target.version
                 errors.append(refusal)
@@ -269,27 +264,26 @@ class Passing(Relaying):
         return failed, errors[-1] if errors else None
 
 
-def _texts(error: Exception | None) -> tuple[bool, str, str, str]:
-    """What is reported of an error: whether the layout does not fit, its type, message and traceback."""
+def _error_fields(error: Exception | None) -> tuple[bool, str, str, str]:
+    """The values of RelayedWorker's ``mismatch``, ``type_name``, ``message`` and ``traceback``."""
     if error is None:
         return False, "", "", ""
     name, message, traceback = f"{type(error).__module__}.{type(error).__qualname__}", str(error), ""
     if isinstance(error, RemoteError):
         name, message, traceback = error.type_name, error.remote_message, error.remote_traceback
-    texts = name[: messages.MAX_NAME], message[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
+    texts = name[: messages.MAX_NAME], message[:MAX_MESSAGE], traceback[-MAX_TRACEBACK:]
     return isinstance(error, SchemaMismatch), *texts
 
 
-def _in_reports(workers: Iterable[RelayedWorker]) -> Iterator[tuple[RelayedWorker, ...]]:
-    """As many at a time as one message has room for; at least once, perhaps nobody."""
+def _batches(workers: Iterable[RelayedWorker]) -> Iterator[tuple[RelayedWorker, ...]]:
+    """The workers of each message, as many as it has room for. The last batch may be empty."""
     batch: list[RelayedWorker] = []
     values = letters = 0
     for one in workers:
         batch.append(one)
         values += 12 + 2 * (len(one.applied) + len(one.failed))
         letters += len(one.message) + len(one.traceback) + len(one.lost) + sum(map(len, (*one.applied, *one.failed)))
-        if values > MOST_VALUES or letters > MOST_TEXT or len(batch) == messages.MAX_RELAYED:
+        if values > MAX_VALUES or letters > MAX_LETTERS or len(batch) == messages.MAX_RELAYED:
             yield tuple(batch)
             batch, values, letters = [], 0, 0
-    if batch or not values:
-        yield tuple(batch)
+    yield tuple(batch)
