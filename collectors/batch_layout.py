@@ -27,6 +27,10 @@ class Leaf:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -53,7 +57,7 @@ class BatchLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves of the batch, without padding."""
-        return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
+        return self.steps * sum(leaf.nbytes for leaf in self.leaves)
 
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
         """A batch of these tensors, one per leaf in the order of ``leaves``, without copying. Raises ValueError: a

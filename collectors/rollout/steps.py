@@ -33,7 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of
+from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
@@ -280,18 +280,15 @@ class _Rows:
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
         self.root, self.labels, after, *others = parts.values()
         self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
-        self._numbers = [after.pop(name)[..., 0] for name in SCALARS if name in after]
-        self._last = after
-        is_known = len(self._numbers) == len(SCALARS) and after.keys() in (set(), env.observation_spec.keys())
+        scalars = [after.pop(name)[..., 0] for name in SCALARS if name in after]
+        is_known = len(scalars) == len(SCALARS) and after.keys() in (set(), env.observation_spec.keys())
         self.fits = is_known and not others and env.root_forms.items() <= self.forms.items()
-        self.next_arrays = [self._after(index) for index in range(len(memory[0]))] if self.fits else []
-
-    def _after(self, index: int) -> StepArrays:
-        reward, terminated, truncated, done = self._numbers
-        last = {name: array[index, ...] for name, array in self._last.items()}
-        return StepArrays(
-            reward[index, ...], terminated[index, ...], truncated[index, ...], done[index, ...], last or None
-        )
+        self.next_arrays: list[StepArrays] = []
+        if self.fits:
+            for index in range(len(memory[0])):
+                reward, terminated, truncated, done = (array[index, ...] for array in scalars)
+                last = {name: array[index, ...] for name, array in after.items()}
+                self.next_arrays.append(StepArrays(reward, terminated, truncated, done, last or None))
 
 
 class ArraySteps(TensorDictSteps):
@@ -644,20 +641,16 @@ class NewBatches:
     def __call__(self, layout: BatchLayout) -> TensorDictBase:
         if layout != self._layout:
             self._layout = layout
-            self._free = [deque(maxlen=1) if _is_large(leaf, layout) else None for leaf in layout.leaves]
+            large = [leaf.device.type == "cpu" and leaf.nbytes * layout.steps >= LARGE_LEAF for leaf in layout.leaves]
+            self._free = [deque(maxlen=1) if is_large else None for is_large in large]
         tensors = []
         for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
             if free is None:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
             else:
-                memory = _storage(shape.numel() * leaf.dtype.itemsize, free)
+                memory = _storage(leaf.nbytes * layout.steps, free)
                 tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
         return layout.build(tensors)
-
-
-def _is_large(leaf: Leaf, layout: BatchLayout) -> bool:
-    nbytes = leaf.shape.numel() * layout.steps * leaf.dtype.itemsize
-    return leaf.device.type == "cpu" and nbytes >= LARGE_LEAF
 
 
 def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
