@@ -713,32 +713,25 @@ class Senders:
         self.buses = buses_of(self.schemes.values())
         _senders_of_buses.update({bus: weakref.ref(self) for bus in self.buses})
 
-    def bus_of(self, update: Mapping[str, Any]) -> Bus | None:
-        """The bus of all these models; None: their schemes move nothing. Raises ValueError: they are on several buses,
-        so no worker could switch them together."""
-        buses = buses_of(self.schemes[model_id] for model_id in update)
+    async def send(
+        self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
+    ) -> None:
+        """Send one update. Returns when the workers have applied it or, without a timeout, when it is announced. Raises
+        ValueError: the models are on several buses; and the errors of the schemes' ``send`` or ``publish``."""
+        schemes = {model_id: self.schemes[model_id] for model_id in update}
+        buses = buses_of(schemes.values())
         if len(buses) > 1:
             raise ValueError(
                 f"workers cannot switch {sorted(update)} together, because each of their schemes has its own bus. "
                 "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
             )
-        return buses[0] if buses else None
-
-    async def send(
-        self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
-    ) -> None:
-        """Send one update. Returns when the workers have applied it or, without a timeout, when it is announced. Raises
-        the errors of the schemes' ``send`` or ``publish``."""
-        bus = self.bus_of(update)
-        schemes = {model_id: self.schemes[model_id] for model_id in update}
         moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.takes_part}
-        if bus is not None and timeout is None:
-            if blocking:
+        for bus in buses:  # none, if no scheme moves weights
+            if timeout is None and blocking:
                 bus.publish(moved, workers)
-            else:
+            elif timeout is None:
                 await bus.publish_async(moved, workers)
-        elif bus is not None and timeout is not None:
-            if blocking:
+            elif blocking:
                 bus.send(moved, workers, timeout)
             else:
                 await bus.send_async(moved, workers, timeout)
@@ -807,7 +800,7 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
                 "SharedMemWeightSyncScheme()"
             )
     if len({id(scheme) for scheme in schemes.values()}) < len(schemes):
-        raise ValueError(f"{argument} has the same scheme for several models: give each model its own scheme")
+        raise ValueError(f"{argument} has one scheme for several models: give each model its own scheme")
     return {model_id: scheme.blocking for model_id, scheme in schemes.items()}
 
 
