@@ -546,7 +546,8 @@ class RolloutBuffer:
         """Before the first step of a rollout: expect its layout, and allocate memory if there is a layout."""
         # Only the first step decides on devices: a later step from another device is copied to them.
         values = self._values(step)
-        if values is None or (self.device is None and [value.device for value in values] != self._devices):
+        expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
+        if values is None or (self.device is None and [value.device for value in values] != expected):
             self._expect(None)
             if step.batch_size != self._batch_size:
                 raise ValueError(
@@ -589,14 +590,13 @@ class RolloutBuffer:
     def _expect(self, step: TensorDictBase | None) -> None:
         """Expect steps like this one, if a layout describes it. None: forget the layout and its memory."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
-        found = (None if step is None or layout is None else _leaves(step)) or {}
-        self._forms = {path: _type_shape_dtype(value) for path, value in found.items()}
-        self._devices = [value.device for value in found.values()]
+        leaves = () if layout is None else layout.leaves
+        self._forms = {leaf.path: (torch.Tensor, leaf.shape, leaf.dtype) for leaf in leaves}
         self._staged = []
         self._set_batch(None)
-        if layout is not None and layout.nbytes <= SMALL_STEP * layout.steps:
+        if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:
             self._staged = [
-                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
             ]
 
     def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
@@ -660,7 +660,7 @@ def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
     except IndexError:
         memory = np.empty(nbytes, np.uint8)
     used = memory.view()
-    weakref.finalize(used, free.append, memory).atexit = False  # in any thread: append is atomic
+    weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
     return torch.from_numpy(used).untyped_storage()
 
 
