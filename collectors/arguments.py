@@ -1,5 +1,4 @@
-"""Checks of the collectors' arguments, the expansion to one value per worker, and arguments from a
-``functools.partial``."""
+"""Checks of the collectors' arguments, their values per worker, and the arguments that a partial fixes."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
 
 
 def frames_or_none(name: str, value: Any) -> int | None:
-    """A number of frames as an int; the value may be a float such as 1e6. None: the value is negative or None. Raises
-    TypeError."""
+    """A number of frames, which may be a float such as 1e6. None: it is negative or None. Raises TypeError."""
     if isinstance(value, float):
         if not value.is_integer():
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
@@ -179,9 +177,8 @@ def _check_method(name: str, value: Any, method: str) -> None:
 def check_factories(
     create_env_fn: Any, count: int | None, name: str = "num_workers", default: int | None = None
 ) -> list[Any]:
-    """A list with one environment factory per worker. ``create_env_fn`` is such a list, or one factory for ``count``
-    workers. ``name`` is the user's argument for ``count``, and ``default`` its default. Raises TypeError,
-    ValueError."""
+    """One environment factory per worker, from a list of them or one factory for ``count`` workers. ``count`` is the
+    user's argument ``name``, with this ``default``. Raises TypeError, ValueError."""
     if count is None and not is_list(create_env_fn):
         count = default
     if count is not None:
@@ -215,8 +212,7 @@ def check_count(name: str, values: Any, count: int) -> None:
 
 
 def per_worker(name: str, value: Any, count: int) -> list[Any]:
-    """One value per worker: the list as given, or ``count`` times the value. Raises ValueError: the list has another
-    length."""
+    """One value per worker: the given list, or the value repeated. Raises ValueError: the list has another length."""
     values = list(value) if is_list(value) else [value] * count
     check_count(name, values, count)
     return values
@@ -268,8 +264,7 @@ def partial_arguments(kind: Any) -> Mapping[str, Any]:
 
 def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments for a worker's ``kind``: ``arguments`` without those that a partial fixes. Raises
-    TypeError: the user gave an argument, which is not the default, that the partial fixes too; ValueError: the partial
-    fixes an argument of all workers together."""
+    TypeError: the user gave one of these too; ValueError: the partial fixes an argument of all workers together."""
     own = partial_arguments(kind)
     for name in own:
         value, default = arguments.get(name), defaults.get(name)

@@ -50,11 +50,8 @@ def _delegated(path: str, doc: str = "The argument of this name, as it is used."
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
-    Entering waits for the current step to end. ``async with`` does not block the event loop meanwhile. Leaving never
-    waits.
-
-    Args:
-        block: makes the block, for a thread (given by its identifier) or a task.
+    Entering waits for the current step to end; ``async with`` does not block the event loop meanwhile. Leaving never
+    waits. ``block`` makes the block for an owner, which is a thread's identifier or a task.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -91,8 +88,7 @@ class Signals(Protocol):
 
     @property
     def wants_hold_to_end(self) -> bool:
-        """Whether one of the methods below has news, so the hold must end. Read after each step, inside its hold, so
-        this never waits."""
+        """Whether the hold must end, because a method below has news. Read inside the hold, so it never waits."""
 
     def wants_rollout_to_end(self) -> bool:
         """Whether the rollout must end early. Called before a step, outside any hold; may wait."""
@@ -227,8 +223,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             raise_on_error: True: raise errors. False: log them.
 
         Raises:
-            BaseException: the error that ended background collection or, without workers, an error of the
-                environment's ``close``.
+            BaseException: the error that ended background collection; without workers, also one of the environment's
+                ``close``.
         """
         try:
             self._end(SHUTDOWN_SECONDS if timeout is None else timeout, close_env)
@@ -251,8 +247,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """Collect into the replay buffer in the background, until ``total_frames``, :meth:`async_shutdown` or
         :meth:`shutdown`. Does nothing if the collector already runs.
 
-        An error in the background is logged. The next :meth:`pause`, :meth:`async_shutdown` or :meth:`shutdown` raises
-        it.
+        An error in the background is logged, and the next :meth:`pause` or :meth:`shutdown` raises it.
 
         Raises:
             NotImplementedError: the collector has no replay buffer.
@@ -304,7 +299,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
-        """Called before each rollout, in the process that rolls out. If the hook raises, collection ends."""
+        """Called before each rollout, in the process that rolls out. If it raises, collection ends."""
         return self._pre_collect_hook
 
     @pre_collect_hook.setter
@@ -314,8 +309,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @property
     def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before the caller gets it, in the process that rolls out. If the hook raises,
-        collection ends."""
+        """Called with each batch before the caller gets it, where rollouts run. If it raises, collection ends."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -341,8 +335,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         Args:
             seed: seed of the first environment.
             static_seed: True: all environments get the same seed.
-            timeout: seconds for the current step to end or, with workers, for each worker's answer. Workers answer
-                between two rollouts.
+            timeout: seconds for the current step or, with workers, for each worker's answer between two rollouts.
 
         Raises:
             ClosedError: the collector was shut down.
@@ -352,7 +345,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     @abstractmethod
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         """A batch of zeros with the layout of a real batch, after ``split_trajs`` and ``postproc``. Does not step the
-        environment. If there was no rollout yet, calls the policy once, on zeros. ``timeout`` and further errors: see
+        environment. Before the first rollout, calls the policy once, on zeros. ``timeout`` and further errors: see
         :meth:`set_seed`.
 
         Raises:
@@ -429,8 +422,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            ValueError: the lists differ in length, a list does not have one entry per worker, or there is no such
-                method.
+            ValueError: the lists differ in length, or do not have one entry per worker, or there is no such method.
             TypeError: the object of this name is not callable.
             AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
             Exception: a call raised it.
@@ -496,8 +488,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     def stats(self) -> dict[str, int | float | bool]:
         """Progress: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` and, if
-        collection has an end, ``total_frames`` and ``completed``. Any thread may call this at any time; it does not
-        wait."""
+        collection has an end, ``total_frames`` and ``completed``. Never waits; any thread may call it."""
         found: dict[str, int | float | bool] = {"frames": self._collected, "batches": self._iter + 1}
         if self.total_frames < math.inf:
             found |= {"total_frames": self.total_frames, "completed": self._collected >= self.total_frames}

@@ -1,8 +1,7 @@
 """The options of the collectors, each declared once with its meaning, type, default and check; and the choice of a
 class by options. The options of nodes are in :mod:`asyncsync.collectors.distributed.node_collector`.
 
-A collector's constructor names one TypedDict with all its options. Its base classes group the options in the order of
-TorchRL's pages.
+A collector's constructor names one TypedDict with all its options. The base classes of that follow TorchRL's pages.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class RolloutOptions(TypedDict, total=False):
     """Of every collector.
 
     Args:
-        policy_factory: a callable that returns the policy, called in the process that steps. With workers, one callable
-            for all, or a list with one per worker. Give either this or ``policy``; with workers, both are allowed if
-            schemes carry the weights.
+        policy_factory: a callable that returns the policy, called in the process that steps; with workers, one for all
+            or a list with one per worker. Give this or ``policy``; with workers, both if schemes carry the weights.
         frames_per_batch: frames of a batch, over all environments; rounded up to whole steps.
         total_frames: collection ends after this many frames, rounded up to whole batches (``extend_buffer=False``: to
             whole steps, so the last rollout may be shorter). -1: no end.
@@ -125,8 +123,7 @@ class LateOptions(TypedDict, total=False):
             ``"postproc"`` needs a scheme only with a replay buffer; otherwise it runs, and is updated, in this process.
         weight_recv_schemes: ``{model_id: scheme}``: the collector receives weights by these schemes, and passes them on
             to its workers. The constructor connects them.
-        create_env_kwargs: keyword arguments for ``create_env_fn``: a dict or, with workers, also a list with one dict
-            per worker.
+        create_env_kwargs: keyword arguments for ``create_env_fn``; with workers, one dict or a list of them.
         pre_collect_hook: called before each rollout, in the process that rolls out.
         post_collect_hook: called with each batch before the caller gets it, in the process that rolls out.
         worker_idx: index of this collector among the workers of a larger one.
@@ -158,9 +155,9 @@ class ActingOptions(BufferOptions, total=False):
     """Of ``Collector``, ``MultiCollector`` and ``RayCollector``.
 
     Args:
-        trust_policy: True: the policy takes and returns TensorDicts, so call it as it is. Otherwise the collector wraps
-            other policies, and calls modules of ``tensordict.nn`` without tensordict's overhead, which takes longer
-            than a small network.
+        trust_policy: True: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the
+            collector calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a
+            small network.
         no_cuda_sync: skip the synchronisation after copies between devices.
         trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
             out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
@@ -189,14 +186,12 @@ class LocalOptions(RolloutOptions, ActingOptions, total=False):
         max_lag: before a step, the collector waits while the acting weights are more than this many versions behind the
             newest published version. None: never wait.
         traj_pool: source of the trajectory ids. None: the collector makes one, which its workers share.
-        trajs_per_write: with ``trajs_per_batch`` and a replay buffer: at most this many trajectories per write. None:
-            all that have ended.
+        trajs_per_write: most trajectories per write, with ``trajs_per_batch`` and a replay buffer. None: no limit.
         traj_format: layout with ``trajs_per_batch``. "padded" or None: ``[trajs_per_batch, longest]``, zero-padded,
             with ("collector", "mask") False on padding. "cat": ``[frames]``, one trajectory after another.
         compact_obs: omit from ``"next"`` the entries that the next step repeats at its root: observations, step counts,
             the state of a TorchRL environment. This loses the last observation of each trajectory.
-        use_buffers: no effect, because a batch's memory is always allocated once (steps that differ in layout are
-            stacked instead).
+        use_buffers: no effect: a batch's memory is always allocated once, unless its steps differ in layout.
         reset_when_done: must be True, because a finished environment is always reset.
         track_policy_version: also write the version as "policy_version", at the root and under "next", as TorchRL
             does. ("collector", "policy_version") is always written. An object with a ``version`` means True, and a

@@ -110,7 +110,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         self._arguments = arguments = RolloutArguments(**given)
         self._trajectories = check_trajectories(**given)  # None: each rollout is a batch
         if arguments.return_same_td and arguments.replay_buffer is not None:
-            raise TypeError("with replay_buffer there are no batches to which return_same_td applies: leave out one")
+            raise TypeError("return_same_td is for batches, but replay_buffer gets them: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
         check_devices({name: given[name] for name in DEVICES})
@@ -152,8 +152,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         """One rollout, ``[*env.batch_size, time]``, whose last dimension is named "time". None: its frames were added
         to the replay buffer.
 
-        Calls ``pre_collect_hook`` first. Does not apply ``split_trajs`` and ``postproc``. Counts only the frames that
-        it adds to the replay buffer.
+        Calls ``pre_collect_hook`` first. Does not apply ``split_trajs`` and ``postproc``. Counts only frames for the
+        replay buffer.
 
         Raises:
             ClosedError: the collector was shut down.
@@ -206,8 +206,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         return batch
 
     def _processed_rollout(self) -> TensorDictBase | None:
-        """A rollout after ``split_trajs``, ``postproc`` and the post hook. None: its frames were added to the replay
-        buffer."""
+        """A rollout after ``split_trajs``, ``postproc`` and the hook. None: its frames are in the replay buffer."""
         arguments, rollouts = self._arguments, self._rollouts
         self._iter += 1
         try:
@@ -235,8 +234,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         return self._has_all_frames and self._pending is None and not is_ready
 
     def _means_end(self, batch: TensorDictBase | None) -> bool:
-        """Whether this result of :meth:`_next_batch` means that there are no more batches. With a replay buffer, every
-        result is None."""
+        """Whether this result means that there are no more batches. With a replay buffer, every result is None."""
         return batch is None and self._arguments.replay_buffer is None
 
     def iterator(self) -> Iterator[TensorDictBase | None]:

@@ -37,8 +37,8 @@ def path_of(key: Key) -> tuple[str, ...]:
 
 class _TrajectoryPool:
     """Hands out trajectory identifiers 0, 1, 2, …, each once. Thread-safe. A subclass overrides :meth:`advance` to
-    share the counter between processes. The counter never goes back, because several collectors may share it, and each
-    may load its own saved state."""
+    share the counter between processes. It never goes back, because several collectors may share it, and each may
+    load its own saved state."""
 
     _step = 1
 
@@ -214,20 +214,12 @@ def moved_postproc(postproc: Any, device: torch.device | None) -> Any:
 
 
 class _State(NamedTuple):
-    """The state of :class:`WholeTrajectories`, which replaces it as a whole, so that an interruption leaves all of a
-    rollout or nothing.
+    """The state of :class:`WholeTrajectories`, replaced as a whole, so Ctrl-C cannot leave half a rollout."""
 
-    Attributes:
-        begun: the pieces of unfinished trajectories, by identifier.
-        ended: whole trajectories.
-        broken: identifiers of trajectories with missing frames, each with the last rollout that may have had its steps.
-        taken: number of rollouts so far.
-    """
-
-    begun: dict[int, list[TensorDictBase]]
+    begun: dict[int, list[TensorDictBase]]  # the pieces of unfinished trajectories, by identifier
     ended: list[TensorDictBase]
-    broken: dict[int, int]
-    taken: int
+    broken: dict[int, int]  # trajectories with missing frames: the last rollout that may have had their steps
+    taken: int  # number of rollouts so far
 
 
 class WholeTrajectories:

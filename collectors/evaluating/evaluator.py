@@ -75,8 +75,7 @@ class EvaluatorOptions(TypedDict, total=False):
     """Of an evaluator.
 
     Args:
-        policy_factory: makes the policy in the worker. Called with the environment, unless it can be called without
-            arguments.
+        policy_factory: makes the policy in the worker; called without arguments or else with the environment.
         num_trajectories: episodes per evaluation. A batch of environments shares them equally.
         max_steps: truncate an episode after this many steps. None: no limit.
         frames_per_batch: environment steps between two checks for finished episodes. None: 200, or max_steps if less.
@@ -91,8 +90,7 @@ class EvaluatorOptions(TypedDict, total=False):
         exploration_type: exploration type under which the policy acts.
         metrics_fn: called in the worker with the episodes, ``[episodes, longest]``, zero-padded, with ("collector",
             "mask") True on steps. Returns a dict of entries to add to the result.
-        dump_video: after an evaluation, call ``env.transform.dump(step=…)`` if it exists, as TorchRL's
-            ``VideoRecorder`` needs it.
+        dump_video: after an evaluation, call ``env.transform.dump(step=…)`` if it exists (TorchRL's VideoRecorder).
         on_result: called with each result as a TensorDict, in the evaluator's thread. The next evaluation begins after
             it returns. If it raises, the call that takes the result raises that error.
         busy_policy: what :meth:`trigger_eval` does during another evaluation. "skip": nothing. "newest": evaluate these
@@ -139,8 +137,7 @@ class Evaluator(Lifetime):
                 ``policy_factory``, it stays in this process.
 
         Raises:
-            TypeError, ValueError: the collector raised it, ``env`` is an environment, there is no policy, or the
-                backend is unknown.
+            TypeError, ValueError: ``env`` is an environment, there is no policy, or another argument is wrong.
             ImportError: Ray is not installed.
             NotImplementedError: the backend is "process", and this is not Linux.
             Exception: the worker raised it before it was ready. It keeps its type.
@@ -210,8 +207,8 @@ class Evaluator(Lifetime):
             AckTimeout: there was no result within the timeout. A later result is dropped.
             PeerLost: the worker died.
             ClosedError: the evaluator was shut down.
-            Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
-                resets the environment.
+            Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. Later evaluations are not
+                affected.
         """
         return now(self._evaluate(weights, weights_dict, step, timeout, blocking=True))
 
@@ -223,8 +220,7 @@ class Evaluator(Lifetime):
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """:meth:`evaluate` for coroutines of any event loop. Cancelling withdraws the request or, once the evaluation
-        has begun, drops its result."""
+        """:meth:`evaluate` for coroutines of any event loop. Cancelling withdraws the request, or drops its result."""
         return await self._evaluate(weights, weights_dict, step, timeout, blocking=False)
 
     # With ``blocking=True``, a coroutine here awaits nothing, so ``now`` can run it in the caller's thread.
@@ -303,8 +299,8 @@ class Evaluator(Lifetime):
         return self
 
     async def __anext__(self) -> dict[str, Any]:
-        """The next result. :meth:`shutdown` ends the iteration. Errors: see :meth:`wait`. Iteration can continue after
-        the error of an evaluation."""
+        """The next result; :meth:`shutdown` ends the iteration, but an evaluation's error does not. Errors: see
+        :meth:`wait`."""
         while (request := self._pop_result()) is None:
             try:
                 await self._wait_until(lambda: self._results, None, blocking=False)
@@ -349,8 +345,7 @@ class Evaluator(Lifetime):
 
     @staticmethod
     def extract_weights(policy: Any) -> TensorDictBase:
-        """A copy on the CPU of the weights of a module, TensorDict or (state) dict. Later optimiser steps do not change
-        it."""
+        """A copy on the CPU of the weights of a module, TensorDict or (state) dict, which training does not change."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
     def _request(

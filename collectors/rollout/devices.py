@@ -48,8 +48,7 @@ class RolloutDevices:
         storing, policy, env: the devices of batches, of the policy, and of the environment.
         no_cuda_sync: do not wait for copies.
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
-        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before the policy or the environment
-            reads it.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of the two reads it.
         carrier_has_no_device: whether policy and environment have different devices; set by :meth:`place`.
     """
 

@@ -94,8 +94,7 @@ class RolloutLock:
             raise ClosedError(f"this {self._name} has been shut down")
 
     def check_caller_can_wait(self) -> None:
-        """Raises RuntimeError: the caller wants to wait for a rollout that it stops itself, because it is inside
-        :meth:`between_steps`."""
+        """Raises RuntimeError: the caller would wait for a rollout that it stops itself by :meth:`between_steps`."""
         with self._changed:
             check_not_paused_here(self._name, self._owners.values())
 

@@ -12,8 +12,7 @@ Each step moves a :class:`Carrier` from one state to the next. It follows TorchR
     carrier.set("next") ──▶ copied into the batch (_sync_storage), or a clone added to the replay buffer
     carrier = the state after a possible reset, with fresh trajectory ids where one has ended
 
-The environment never sees the carrier's ``"collector"`` entry, which is removed before a step and added to the next
-carrier.
+The environment never sees the carrier's ``"collector"`` entry, which is removed before a step and added after it.
 
 A :class:`RolloutBuffer` makes a batch from the steps.
 """
@@ -437,9 +436,8 @@ class RolloutBuffer:
       ``batch[..., :t]`` of it if the rollout ended early. Otherwise its contents are meaningless.
     - If it raises, the rollout ends with that error; the next rollout calls it again.
 
-    Small steps are first copied to staging memory for a few steps, whose views are made once, and from there to the
-    batch, many steps at a time. That saves 2 to 8 % of a CartPole step; without it, 64 vectorised CartPoles miss their
-    performance bar.
+    Small steps are first copied to staging memory, whose views are made once, and then to the batch, many steps at a
+    time. That saves 2 to 8 % of a CartPole step; without it, 64 vectorised CartPoles miss their bar.
 
     Args:
         steps: capacity of a rollout.
@@ -629,9 +627,7 @@ def _leaves(step: TensorDictBase) -> dict[Path, torch.Tensor] | None:
 class NewBatches:
     """An ``allocate`` that returns a new batch each time. Its large leaves reuse the memory of an earlier batch that no
     tensor or array uses any more. New memory would cost a page fault for each 4 KiB, which takes longer than copying
-    images there.
-
-    At most one batch's worth of unused memory is kept.
+    images there. At most one batch's worth of unused memory is kept.
     """
 
     def __init__(self) -> None:

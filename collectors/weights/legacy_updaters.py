@@ -61,8 +61,7 @@ class WeightUpdaterBase:
     # -- the collector ------------------------------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, which calls this itself. Raises RuntimeError: this updater already
-        belongs to another collector."""
+        """Keep a weak reference to the collector, which calls this. Raises RuntimeError: it already has another one."""
         registered = self.collector
         if registered is not None and registered is not collector:
             raise RuntimeError(
@@ -309,8 +308,7 @@ def mark_counted() -> None:
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
-    """The updater for a collector's ``weight_updater=``: an updater, its class, or a callable that returns one. Raises
-    TypeError."""
+    """The updater from ``weight_updater=``: an updater, its class, or a callable that returns one. Raises TypeError."""
     updater = given
     if isinstance(given, type) and issubclass(given, WeightUpdaterBase) and policy is not None:
         updater = given.from_policy(policy)

@@ -61,16 +61,11 @@ ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id",
 
 
 class WeightsAPI:
-    """The methods of :class:`asyncsync.collectors.base.BaseCollector` for weights. Names, forms and exclusions follow
-    TorchRL's "RPCCollector" page.
+    """The part of :class:`asyncsync.collectors.base.BaseCollector` for weights. It follows TorchRL's "RPCCollector"
+    page."""
 
-    Attributes:
-        policy: the registered policy, whose weights a bare ``update_policy_weights_()`` sends.
-        acts_elsewhere: the policy acts only in other processes.
-    """
-
-    policy: Any = None
-    acts_elsewhere: bool = False
+    policy: Any = None  # the registered policy, whose weights a bare update_policy_weights_() sends
+    acts_elsewhere: bool = False  # whether the policy acts only in other processes
     worker_idx: Any
 
     def __init__(self) -> None:
@@ -173,13 +168,10 @@ class WeightsAPI:
                 await self._send(sent, workers, timeout if wait else None, blocking=blocking)
         finally:  # even after an error: workers converge to a published version, so this process must apply it, too
             if changes and (not sent or self._senders.version > before):
-                await self.acting_weights.apply_between_steps(
-                    partial(self._apply_locally, changes), timeout, blocking=blocking
-                )
+                await self.acting_weights.run_change(partial(self._apply_locally, changes), timeout, blocking=blocking)
 
     def _split_update(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], list[Prepared]]:
-        """Split an update into the weights that sender schemes send, and the checked changes to models of this
-        process."""
+        """Split an update into weights for the sender schemes and checked changes to models of this process."""
         name, senders = type(self).__name__, self._senders
         sent = {m: w for m, w in given.items() if m in senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
@@ -195,9 +187,8 @@ class WeightsAPI:
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        changes = [
-            prepared_copy(self._acting_model(m), self._registered_model(m) if w is None else w) for m, w in own.items()
-        ]
+        new_weights = {m: self._registered_model(m) if w is None else w for m, w in own.items()}
+        changes = [prepared_copy(self._acting_model(m), w) for m, w in new_weights.items()]
         for model_id, weights in sent.items():
             if weights is None and not senders.schemes[model_id].sources.exist():
                 self._registered_model(model_id)  # raises UnknownModel if there are no weights to send
@@ -214,8 +205,7 @@ class WeightsAPI:
     async def _send(
         self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
     ) -> None:
-        """Send an update by the schemes. A version that only some workers applied is published too: the others will
-        still apply it."""
+        """Send an update by the schemes. Even if only some workers applied it, it is published: the others converge."""
         before = self._senders.version
         try:
             await self._senders.send(update, workers, timeout, blocking=blocking)
@@ -305,8 +295,7 @@ class WeightsAPI:
     def _set_up_senders(
         self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes and the updater, without communication. ``context`` has the models whose weights an update
-        sends if none are given."""
+        """Prepare schemes and the updater, without communication. ``context`` has the registered models."""
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
         self._senders = Senders(schemes or {}, context, num_workers)
         self.weight_updater = updater  # after the schemes, because the updater may look at them
@@ -423,8 +412,7 @@ class WeightsAPI:
     def _receive_weights_scheme(self) -> None:
         """Make receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
         Ray) calls this: its schemes apply the version of the call, and other schemes the version that has arrived.
-        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: no version has arrived, and none
-        will."""
+        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: no version can arrive."""
         if not self.acting_weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
@@ -453,8 +441,7 @@ class WeightsAPI:
 
     @property
     def policy_version(self) -> int:
-        """The newest published version or, without workers, the version that acts here. In a tree of collectors: the
-        root's version."""
+        """The newest published version; without workers, the version that acts here; in a tree, the root's version."""
         published = self._senders.schemes and not self.acting_weights.come_by_scheme
         return self._senders.version if published else self.acting_weights.version()
 
@@ -465,10 +452,8 @@ class WeightsAPI:
 
     def _versions(self) -> dict[str, Any]:
         """The counters that a checkpoint keeps, so that versions continue from it."""
-        return {
-            "own": self.acting_weights.local_version,
-            "sent": {m: s.version for m, s in self._senders.schemes.items()},
-        }
+        sent = {m: scheme.version for m, scheme in self._senders.schemes.items()}
+        return {"own": self.acting_weights.local_version, "sent": sent}
 
     def _restore_versions(self, versions: Mapping[str, Any]) -> None:
         """Continue from a result of :meth:`_versions`. A counter that is already higher stays."""
@@ -513,9 +498,9 @@ class ActingWeights:
         Raises AckTimeout: the current step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError:
         called from within a step, which would wait for itself.
         """
-        now(self.apply_between_steps(update, timeout, blocking=True))
+        now(self.run_change(update, timeout, blocking=True))
 
-    async def apply_between_steps(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
+    async def run_change(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
         """:meth:`apply`. Without ``blocking``, the event loop runs on while another thread steps."""
         if self.gate.held_by_caller:
             raise RuntimeError(
@@ -653,8 +638,7 @@ class ActingWeights:
 
 
 class Holds:
-    """One context manager that holds several gates. Use each object once. ``is_update_waiting``: an update waits for
-    the end of the hold."""
+    """One context manager that holds several gates, for one use."""
 
     def __init__(self, gates: list[Gate]) -> None:
         self._gates = gates
@@ -745,8 +729,7 @@ class Senders:
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
     def restore_versions(self, versions: Mapping[str, int]) -> None:
-        """Raise each scheme's version to its model's version here, if that is higher. Schemes of one bus share one
-        count."""
+        """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
         for model_id, scheme in self.schemes.items():
             if scheme.version < (version := versions.get(model_id, 0)):
                 scheme.load_state_dict({"version": version})
@@ -860,8 +843,7 @@ def as_update(
 
 
 def prepared_copy(model: Any, source: Any) -> Prepared:
-    """A prepared copy of these weights into the model; it copies nothing if the source is the model itself. Raises
-    SchemaMismatch."""
+    """A prepared copy of these weights into the model; empty, if the model is its own source. Raises SchemaMismatch."""
     if source is model:
         return Prepared()
     is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
