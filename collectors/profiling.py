@@ -109,9 +109,10 @@ class RolloutProfiler:
 
     def _begin(self) -> None:
         config = self._config
+        path = str(self._path)
         begun = profile(
             activities=config.get_activities(),
-            on_trace_ready=self._save if config.on_trace_ready is None else config.on_trace_ready,
+            on_trace_ready=config.on_trace_ready or (lambda recorded: recorded.export_chrome_trace(path)),
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
@@ -119,9 +120,6 @@ class RolloutProfiler:
         )
         begun.start()
         self._profile, self._thread = begun, threading.current_thread()
-
-    def _save(self, recorded: Any) -> None:
-        recorded.export_chrome_trace(str(self._path))
 
     def stop(self) -> None:
         """End the profile and write the trace, if this thread began it. Otherwise, that thread does both when it next

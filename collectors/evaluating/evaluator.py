@@ -50,7 +50,6 @@ from asyncsync.weights.packing import copy_flat
 logger = logging.getLogger("asyncsync")
 
 STEPS_PER_CHECK = 200
-"""Environment steps between two checks for finished episodes."""
 
 RETURN_KEY: Key = ("next", "episode_reward")
 """Key of the return up to a step, which TorchRL's RewardSum, for example, writes."""
@@ -62,10 +61,8 @@ MAX_RESULTS = 1024
 """Most results that wait for the user. Older ones are dropped, because the user may only use ``on_result``."""
 
 WORKER_OPTIONS = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
-"""The options that the worker uses."""
 
-SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
-"""The default scheme of each backend."""
+DEFAULT_SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
 
 BUSY_POLICIES = ("skip", "newest", "queue", "error")
 
@@ -114,7 +111,7 @@ class EvaluatorOptions(TypedDict, total=False):
     dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
     busy_policy: Annotated[str, Option("skip", partial(check_choice, choices=BUSY_POLICIES))]
-    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(SCHEMES)))]
+    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(DEFAULT_SCHEMES)))]
     init_fn: InitFn
 
 
@@ -151,7 +148,7 @@ class Evaluator(Lifetime):
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
         if schemes is None and policy_factory is not None:
-            schemes = {"policy": SCHEMES[options["backend"]]()}
+            schemes = {"policy": DEFAULT_SCHEMES[options["backend"]]()}
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0

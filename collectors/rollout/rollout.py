@@ -58,10 +58,7 @@ class Rollouts:
         signals: the wishes of a worker's trainer. None: this collector is no worker.
     """
 
-    devices: RolloutDevices
     policy: Any
-    carrier: Carrier
-    buffer: RolloutBuffer
     steps: TensorDictSteps
 
     def __init__(self, env: Any, arguments: RolloutArguments, weights: ActingWeights, lock: RolloutLock) -> None:

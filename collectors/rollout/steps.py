@@ -450,9 +450,6 @@ class RolloutBuffer:
         layout: the layout of a full rollout like the latest one. None: there was no rollout, or no layout describes it.
     """
 
-    count: int
-    layout: BatchLayout | None
-    _batch: TensorDictBase | None
     _num_flushed: int
     _views: list[tuple[torch.Tensor, ...]]
     _rows: _Rows | None
