@@ -162,7 +162,7 @@ def split_trajectories(
 
 def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
     """New identifiers, counted along time and from row to row."""
-    done = batch.get(done_key)
+    done = batch[done_key]
     ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
     ends[..., -1] = True  # the end of a row ends its trajectory
     before: torch.Tensor = ends.flatten().cumsum(0) - ends.flatten().long()
