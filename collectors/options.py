@@ -191,7 +191,7 @@ class LocalOptions(RolloutOptions, ActingOptions, total=False):
             with ("collector", "mask") False on padding. "cat": ``[frames]``, one trajectory after another.
         compact_obs: omit from ``"next"`` the entries that the next step repeats at its root: observations, step counts,
             the state of a TorchRL environment. This loses the last observation of each trajectory.
-        use_buffers: no effect: a batch's memory is always allocated once, unless its steps differ in layout.
+        use_buffers: no effect: a batch's memory is allocated once, and steps that differ in layout are stacked.
         reset_when_done: must be True, because a finished environment is always reset.
         track_policy_version: also write the version as "policy_version", at the root and under "next", as TorchRL
             does. ("collector", "policy_version") is always written. An object with a ``version`` means True, and a
@@ -313,7 +313,7 @@ class ChoosingMeta(ABCMeta):
         return super().__call__(*args, **kwargs) if chosen is None else chosen
 
 
-def collector_class(name: str) -> Callable[..., Any]:
+def class_of_backend(name: str) -> Callable[..., Any]:
     """The collector class of this backend. Imported when used, because it imports this module itself."""
     module, _, kind = BACKENDS[name].partition(":")
     found: Callable[..., Any] = getattr(import_module(f"asyncsync.collectors.{module}"), kind)
@@ -346,4 +346,4 @@ def chosen_collector(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"sync must be True or False, not {sync!r}")
     factories, *others = args or (kwargs.pop("create_env_fn", None),)
     factories = check_factories(factories, count, "num_collectors", 1)
-    return collector_class(backend)(factories, *others, sync=bool(sync), **options, **kwargs)
+    return class_of_backend(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

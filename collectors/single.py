@@ -24,6 +24,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.arguments import declared
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     DEVICES,
     RolloutArguments,
@@ -45,9 +46,6 @@ from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
 _log = logging.getLogger("asyncsync")
-
-CONNECT_SECONDS = 60.0
-"""How long the constructor waits for the receivers of its schemes."""
 
 
 class Collector(BaseCollector, metaclass=ChoosingMeta):
@@ -139,7 +137,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             arguments.postproc = moved_postproc(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered_model)
             self._set_up_senders(schemes, updater, sources)
-            self._connect_senders(CONNECT_SECONDS)
+            self._connect_senders(DEFAULT_TIMEOUT)
             if receives is not None:
                 self.register_scheme_receiver(receives)
         except BaseException:

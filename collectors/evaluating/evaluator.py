@@ -34,7 +34,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import InitFn, collector_class
+from asyncsync.collectors.options import InitFn, class_of_backend
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padded, path_of
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -153,7 +153,7 @@ class Evaluator(Lifetime):
         self._busy_policy = options["busy_policy"]
         self._steps = 0
         of_worker = {name: value for name, value in options.items() if name in WORKER_OPTIONS}
-        self._collector = collector_class(options["backend"])(
+        self._collector = class_of_backend(options["backend"])(
             [env],
             policy,
             policy_factory=policy_factory,

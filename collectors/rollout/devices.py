@@ -49,7 +49,7 @@ class RolloutDevices:
         no_cuda_sync: do not wait for copies.
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
         cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of the two reads it.
-        carrier_has_no_device: whether policy and environment have different devices; set by :meth:`place`.
+        carrier_has_no_device: whether the environment has no device, or the policy another one; set by :meth:`place`.
     """
 
     def __init__(self, arguments: RolloutArguments) -> None:
