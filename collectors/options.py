@@ -93,7 +93,7 @@ class RolloutOptions(TypedDict, total=False):
         reset_at_each_iter: reset the environments before each batch.
         postproc: called with each batch; returns the batch that the caller gets. With workers, this process calls it
             with the whole batch. With workers and a replay buffer, each worker calls it.
-        split_trajs: split each batch by :func:`split_trajectories`, where ``postproc`` would be called.
+        split_trajs: before ``postproc`` and in the same process, split each batch with :func:`split_trajectories`.
         exploration_type: exploration type under which the policy acts. None: RANDOM.
     """
 
@@ -156,7 +156,7 @@ class ActingOptions(BufferOptions, total=False):
 
     Args:
         trust_policy: True: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the
-            collector calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a
+            collector calls modules of ``tensordict.nn`` without tensordict's overhead, which takes longer than a
             small network.
         no_cuda_sync: skip the synchronisation after copies between devices.
         trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
