@@ -205,7 +205,7 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def check_count(name: str, values: Any, count: int) -> None:
+def check_length(name: str, values: Any, count: int) -> None:
     """Raises ValueError: there is not one value per worker."""
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker")
@@ -214,7 +214,7 @@ def check_count(name: str, values: Any, count: int) -> None:
 def per_worker(name: str, value: Any, count: int) -> list[Any]:
     """One value per worker: the given list, or the value repeated. Raises ValueError: the list has another length."""
     values = list(value) if is_list(value) else [value] * count
-    check_count(name, values, count)
+    check_length(name, values, count)
     return values
 
 

@@ -185,15 +185,15 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
     def _collect_batch(self) -> TensorDictBase | None:
         """Roll out until there is a batch for the caller. None: the frames went into the replay buffer, or all frames
         are collected and too few trajectories have ended."""
-        whole, buffer = self._trajectories, self._arguments.replay_buffer
-        batch = whole.pop() if whole is not None and buffer is None else None
+        trajectories, buffer = self._trajectories, self._arguments.replay_buffer
+        batch = trajectories.pop() if trajectories is not None and buffer is None else None
         while batch is None:
             batch = self._processed_rollout()
-            if whole is not None:
-                batch = whole.pop()
+            if trajectories is not None:
+                batch = trajectories.pop()
             while buffer is not None and batch is not None:
                 buffer.extend(batch)
-                batch = None if whole is None else whole.pop()
+                batch = None if trajectories is None else trajectories.pop()
             if self._has_all_frames:
                 try:
                     self._close_environment()

@@ -21,9 +21,9 @@ import torch
 from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
     check_choice,
-    check_count,
     check_devices,
     check_factories,
+    check_length,
     frames_or_none,
     is_list,
     per_worker,
@@ -398,7 +398,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
         return None
     if not is_list(given):
         raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
-    check_count("visible_devices", given, count)
+    check_length("visible_devices", given, count)
     check_devices({"visible_devices": given}, of_workers=True)
     return [torch.device(device) for device in given]
 

@@ -360,8 +360,9 @@ class Evaluator(Lifetime):
         if step is None:
             step, self._steps = self._steps, self._steps + 1
         if self._busy_policy == "newest" and not is_awaited:
-            for waiting in [one for one, has_one in self._requests.copy().items() if not has_one]:
-                waiting.cancel()
+            for waiting, has_caller in self._requests.copy().items():
+                if not has_caller:
+                    waiting.cancel()
         request = self._thread.call(partial(self._run_evaluation, copies, step))
         self._requests[request] = is_awaited
         request.add_done_callback(self._keep_result)

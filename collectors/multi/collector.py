@@ -26,9 +26,9 @@ from torch import nn
 from asyncsync.arguments import declared, defaults_of
 from asyncsync.collectors.arguments import (
     DEVICES,
-    check_count,
     check_devices,
     check_factories,
+    check_length,
     check_policy,
     check_policy_factory,
     exact_device,
@@ -167,7 +167,7 @@ class GroupCollector(BaseCollector):
         total = frames_or_none("total_frames", given["total_frames"])
         frames = given["frames_per_batch"]
         if is_list(frames):
-            check_count("frames_per_batch", frames, self.num_workers)
+            check_length("frames_per_batch", frames, self.num_workers)
             frames = [whole_number(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
             asked = self._driver_class.frames_of_batch(frames)
         else:
@@ -385,7 +385,7 @@ class GroupCollector(BaseCollector):
             AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         if reset_idx is not None:
-            check_count("reset_idx", reset_idx, self.num_workers)
+            check_length("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
         self.group.ask("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()

@@ -154,11 +154,11 @@ class Carrier:
 
 @dataclass(eq=False)
 class TensorDictSteps:
-    """Steps any environment, with TensorDicts. ``call`` is the policy, which takes a TensorDict; ``keys`` are the keys
-    of the environment's entries."""
+    """Steps any environment, with TensorDicts. ``policy`` takes a TensorDict; ``keys`` are those of the
+    environment's entries."""
 
     env: Any
-    call: Any
+    policy: Any
     carrier: Carrier
     buffer: RolloutBuffer
     keys: EntryKeys
@@ -194,13 +194,13 @@ class TensorDictSteps:
             return
         devices = self.devices
         if not devices.cast_to_policy_device or devices.policy is None:
-            output = self.call(td)
+            output = self.policy(td)
             if output is not td:
                 td.update(checked_output(output))
             return
         given = devices.cast(td, devices.policy, devices.sync_policy)
         before = dict(given.items(True, True))
-        output = checked_output(self.call(given))
+        output = checked_output(self.policy(given))
         if output is not td:
             # Copy only what the policy wrote, so that the rest of the carrier stays on its device.
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
@@ -301,10 +301,12 @@ class ArraySteps(TensorDictSteps):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        call = self.call
-        self._tensors_call: PlainModule | TensorPolicy | None = None
-        if isinstance(call, PlainModule | TensorPolicy) and all(isinstance(k, str) for keys in call.keys for k in keys):
-            self._tensors_call = call
+        policy = self.policy
+        self._tensor_policy: PlainModule | TensorPolicy | None = None
+        if isinstance(policy, PlainModule | TensorPolicy) and all(
+            isinstance(k, str) for keys in policy.keys for k in keys
+        ):
+            self._tensor_policy = policy
         self._no_flags = self.env.no_flags()
         self._known_arrays = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """Tensors that the environment put at the root of the next step, each with its array, by name."""
@@ -326,17 +328,17 @@ class ArraySteps(TensorDictSteps):
         if rows is None or not rows.fits:
             return super().step(random)
         entries = carrier.entries
-        call, td, given = self._tensors_call, None, None
-        if call is not None and not random and call.is_plain():
-            in_names, out_names = call.keys
-            out = call.compute([entries.get(name) for name in in_names])
+        policy, td, given = self._tensor_policy, None, None
+        if policy is not None and not random and policy.is_plain():
+            in_names, out_names = policy.keys
+            out = policy.compute([entries.get(name) for name in in_names])
             values = out if type(out) is tuple else (out,)
             if len(values) == len(out_names):
                 following = entries | dict(zip(out_names, values, strict=True))
                 given = self._arrays_to_store(following, rows)
             if given is None:
                 td = self._policy_input(entries)
-                call.write(td, out)
+                policy.write(td, out)
         else:
             td = self._policy_input(entries)
             self.act(td, random)
