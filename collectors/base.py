@@ -154,8 +154,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     postproc = _delegated("_arguments.postproc")
     replay_buffer = _delegated("_arguments.replay_buffer")
     requested_frames_per_batch: Any
-    _collected: Any  # frames
-    _iter: Any  # batches before the newest one
+    _num_frames: Any  # collected so far
+    _newest_index: Any  # of the newest batch; -1: there was none
     _profile_config: ProfileConfig | None = None
     background_error: BaseException | None = None  # the error that ended background collection, until it is raised
     _num_calls: Any = None  # how many calls map_fn makes. None: one per given list entry
@@ -489,9 +489,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     def stats(self) -> dict[str, int | float | bool]:
         """Progress: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` and, if
         collection has an end, ``total_frames`` and ``completed``. Never waits; any thread may call it."""
-        found: dict[str, int | float | bool] = {"frames": self._collected, "batches": self._iter + 1}
+        found: dict[str, int | float | bool] = {"frames": self._num_frames, "batches": self._newest_index + 1}
         if self.total_frames < math.inf:
-            found |= {"total_frames": self.total_frames, "completed": self._collected >= self.total_frames}
+            found |= {"total_frames": self.total_frames, "completed": self._num_frames >= self.total_frames}
         return found | {
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self.get_policy_version(),

@@ -70,7 +70,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
     set_truncated = _delegated("_arguments.set_truncated")
     extend_buffer = _delegated("_arguments.extend_buffer")
     max_lag = _delegated("_arguments.max_lag")
-    _collected = _delegated("_rollouts.frames")
+    _num_frames = _delegated("_rollouts.frames")
     compact_obs = _delegated("_arguments.compact_obs")
     interruptor = _delegated("_arguments.interruptor")
 
@@ -117,7 +117,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock)
-        self._iter = -1  # index of the newest rollout; -1: there was none
+        self._newest_index = -1  # index of the newest rollout; -1: there was none
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
@@ -206,7 +206,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
     def _processed_rollout(self) -> TensorDictBase | None:
         """A rollout after ``split_trajs``, ``postproc`` and the hook. None: its frames are in the replay buffer."""
         arguments, rollouts = self._arguments, self._rollouts
-        self._iter += 1
+        self._newest_index += 1
         try:
             batch = self._rollout_with_hook()
             if batch is not None:
@@ -316,7 +316,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
-        self._iter += 1
+        self._newest_index += 1
         rollouts.frames += batch.numel()
         return batch, batch.numel()
 
@@ -387,7 +387,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 "policy_state_dict": _copied(self.policy.state_dict()),
                 "env_state_dict": _copied(stateful.state_dict() if hasattr(stateful, "state_dict") else {}),
                 "frames": rollouts.frames,
-                "iter": self._iter,
+                "iter": self._newest_index,
                 "versions": self._versions(),
             }
             if self._arguments.track_traj_ids:
@@ -416,7 +416,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 self.acting_weights.apply(load_policy)
             has_stepped = rollouts.frames > 0
             rollouts.frames = state.get("frames", rollouts.frames)
-            self._iter = state.get("iter", self._iter)
+            self._newest_index = state.get("iter", self._newest_index)
             if rollouts.arguments.track_traj_ids and "traj_pool" in state:
                 rollouts.traj_pool.load_state_dict(state["traj_pool"])
             if has_stepped or rollouts.carrier.is_lost:

@@ -94,8 +94,8 @@ class GroupCollector(BaseCollector):
 
     update_at_each_batch = _delegated("_arguments.update_at_each_batch")
     max_weight_update_interval = _delegated("_arguments.max_weight_update_interval")
-    _iter = _delegated("_driver.count")
-    _collected = _delegated("_driver.frames")
+    _newest_index = _delegated("_driver.count")
+    _num_frames = _delegated("_driver.frames")
     background_error = _delegated("_driver.background_error")
 
     @declared
