@@ -37,7 +37,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, chosen_collector
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, moved_policy, primed
+from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
@@ -169,7 +169,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 return self._rollouts.roll()
         except KeyError as error:
             if "is_init" in str(error):
-                error.add_note(WITHOUT_INIT)
+                error.add_note(IS_INIT_HINT)
             raise
 
     def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:

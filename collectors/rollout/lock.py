@@ -50,8 +50,7 @@ class RolloutLock:
         self._owners: dict[object, object] = {}  # by block of between_steps: its thread's identifier, or its task
 
     @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread rolls out."""
+    def caller_rolls_out(self) -> bool:
         return self._rolling_thread is threading.current_thread()
 
     def run_rollout(self, function: Callable[[], T]) -> T:
@@ -82,7 +81,7 @@ class RolloutLock:
         """Raises RuntimeError, ClosedError: this thread would never get its turn."""
         self.check_caller_can_wait()
         if self._rolling_thread is not None:
-            where = "this thread" if self.is_mine else f"the thread {self._rolling_thread.name!r}"
+            where = "this thread" if self.caller_rolls_out else f"the thread {self._rolling_thread.name!r}"
             raise RuntimeError(
                 f"this {self._name} is already collecting, in {where}, and does one rollout at a time: use pause() to "
                 "keep rollouts from running beside your code"
@@ -101,7 +100,7 @@ class RolloutLock:
     def _end_turn(self) -> None:
         """End the turn, even if Ctrl-C strikes here; raise the interruption afterwards."""
         interrupt: BaseException | None = None
-        while self.is_mine:
+        while self.caller_rolls_out:
             try:
                 with self._changed:
                     self._rolling_thread, self._may_step = None, False
@@ -133,7 +132,7 @@ class RolloutLock:
         after :meth:`close`, unless ``if_open`` is False."""
         if if_open:
             self._check_open()
-        if self.is_mine:
+        if self.caller_rolls_out:
             yield
             return
         block = object()
@@ -159,7 +158,9 @@ class RolloutLock:
         with self._changed:
             self.closed = self.stop_wanted = True
             self._changed.notify_all()
-            over = self._wait_for(lambda: self._rolling_thread is None or self.is_mine, deadline - time.monotonic())
+            over = self._wait_for(
+                lambda: self._rolling_thread is None or self.caller_rolls_out, deadline - time.monotonic()
+            )
             if not over:  # set while the condition is held, so before the other thread can stop
                 self._at_turn_end = afterwards
             return over

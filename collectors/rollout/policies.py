@@ -207,7 +207,7 @@ def as_tensordict_module(policy: nn.Module, observation_keys: Sequence[Key], act
     return TensorPolicy(policy, in_keys, action_keys)
 
 
-WITHOUT_INIT = (
+IS_INIT_HINT = (
     "a recurrent policy needs 'is_init', which marks a trajectory's first step, but the environment has none: pass "
     "auto_register_policy_transforms=True"
 )
