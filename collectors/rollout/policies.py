@@ -79,10 +79,8 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
         super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
-        self.keys: tuple[list[Any], list[Any]] = (
-            list(in_keys),
-            list(out_keys),
-        )  # the base's in_keys and out_keys are slow properties
+        # The base's in_keys and out_keys are properties, which are slower.
+        self.keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)  # only the collector has this module, so it has no hooks

@@ -21,10 +21,14 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy
 
-_counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
-"""A list for the current push, which is empty until its version is counted, by a copy of the weights or by a scheme."""
-
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
+
+
+class _Push:
+    is_counted = False  # whether its version is counted, by a copy of the weights or by a scheme
+
+
+_current_push: ContextVar[_Push] = ContextVar("asyncsync_push")
 
 
 class WeightUpdaterBase:
@@ -102,16 +106,16 @@ class WeightUpdaterBase:
             ValueError: there are no weights to push.
             NotImplementedError: the subclass overrides no method that sends weights.
         """
-        counted: list[None] = []
-        token = _counted.set(counted)
+        current = _Push()
+        token = _current_push.set(current)
         try:
             self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-            if not counted:
+            if not current.is_counted:
                 self.increment_version()
             for hook in self.post_hooks:
                 hook()
         finally:
-            _counted.reset(token)
+            _current_push.reset(token)
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
         """:meth:`push_weights`."""
@@ -189,12 +193,13 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        counted = _counted.get([])
+        current = _current_push.get(_Push())
 
         def copy_and_count() -> None:
             WeightStrategy().apply_weights(self.policy_weights, server_weights)
-            if not counted:  # count in the same hold, so that frames of these weights do not get the older version
-                counted.append(None)
+            # Count in the same hold, so that frames of these weights do not get the older version.
+            if not current.is_counted:
+                current.is_counted = True
                 self.increment_version()
 
         if (collector := self.collector) is None:
@@ -304,7 +309,7 @@ class DistributedWeightUpdater(MultiProcessedWeightUpdater):
 
 def mark_counted() -> None:
     """Note that the version of the current push, if there is one, is counted, because a scheme published it."""
-    _counted.get([]).append(None)
+    _current_push.get(_Push()).is_counted = True
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
