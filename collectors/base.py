@@ -254,9 +254,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             ClosedError: the collector was shut down.
         """
         if self.replay_buffer is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}.start() needs a replay buffer: pass replay_buffer=, or iterate instead"
-            )
+            raise NotImplementedError(f"{type(self).__name__}.start() needs a buffer: pass replay_buffer=, or iterate")
         self._check_open()
         self._start_background()
 

@@ -40,8 +40,7 @@ def _check_switch(name: str, value: Any) -> None:
 
 def _check_reset(name: str, value: Any) -> None:
     if not value:
-        why = "because a finished environment must be reset before it can step again"
-        raise ValueError(f"{name}=False is not supported, {why}: leave {name} out")
+        raise ValueError(f"{name}=False is not supported, because a finished environment cannot step: leave {name} out")
 
 
 def _check_cuda(name: str, value: Any) -> None:

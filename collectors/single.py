@@ -130,9 +130,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 rollouts.env = primed(env, made)
             rollouts.set_up()
             self._original_policy = as_module(made, rollouts.env)
-            self.policy = moved_policy(
-                self._original_policy, rollouts.devices.policy, trust=bool(arguments.trust_policy)
-            )
+            trust = bool(arguments.trust_policy)
+            self.policy = moved_policy(self._original_policy, rollouts.devices.policy, trust=trust)
             rollouts.set_policy(self.policy)
             arguments.postproc = moved_postproc(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered_model)

@@ -327,8 +327,7 @@ class Evaluator(Lifetime):
             raise self._group.failure
         if timeout is None and self._thread.is_current:
             raise RuntimeError(
-                "on_result cannot wait for an evaluation, because the next one begins after on_result returns: use "
-                "trigger_eval()"
+                "on_result cannot wait for an evaluation, because the next one begins after it: use trigger_eval()"
             )
 
     async def _wait_until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
@@ -383,8 +382,7 @@ class Evaluator(Lifetime):
     def _check_idle(self) -> None:
         if self.pending or self._results:
             raise RuntimeError(
-                "cannot save or load an evaluator while evaluations are pending or results are not taken: call wait() "
-                "first"
+                "cannot save or load an evaluator while evaluations are pending or results are not taken: wait() first"
             )
 
     def shutdown(self, timeout: float | None = None) -> None:

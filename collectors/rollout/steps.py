@@ -303,9 +303,7 @@ class ArraySteps(TensorDictSteps):
         super().__init__(*args)
         policy = self.policy
         self._tensor_policy: PlainModule | TensorPolicy | None = None
-        if isinstance(policy, PlainModule | TensorPolicy) and all(
-            isinstance(k, str) for keys in policy.keys for k in keys
-        ):
+        if isinstance(policy, PlainModule | TensorPolicy) and all(type(k) is str for keys in policy.keys for k in keys):
             self._tensor_policy = policy
         self._no_flags = self.env.no_flags()
         self._known_arrays = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}

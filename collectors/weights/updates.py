@@ -493,11 +493,8 @@ class ActingWeights:
         return Holds(self._gates)
 
     def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Run ``update`` between two steps; returns when it has run.
-
-        Raises AckTimeout: the current step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError:
-        called from within a step, which would wait for itself.
-        """
+        """Run ``update`` between two steps; returns when it has run. Raises AckTimeout: the current step took longer
+        than ``timeout`` seconds, and nothing was changed; RuntimeError: a step called it, and would wait for itself."""
         now(self.run_change(update, timeout, blocking=True))
 
     async def run_change(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
@@ -725,7 +722,6 @@ class Senders:
 
     @property
     def version(self) -> int:
-        """The newest published version."""
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
     def restore_versions(self, versions: Mapping[str, int]) -> None:
