@@ -93,12 +93,7 @@ def check_policy(policy: Any) -> None:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if isinstance(policy, type):
         raise TypeError(f"policy is the class {name}: pass an instance of it. Did you mean policy_factory={name}?")
-    if (
-        callable(policy)
-        and not isinstance(policy, nn.Module)
-        and can_be_called(policy)
-        and not can_be_called(policy, None)
-    ):
+    if callable(policy) and not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
         raise TypeError(f"policy is {name}(), which takes no observations. Did you mean policy_factory={name}?")
 
 
@@ -107,13 +102,11 @@ def check_policy_factory(name: str, factory: Any) -> None:
     kind = type(factory).__name__
     if factory is not None and not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {kind}")
-    if isinstance(factory, TensorDictModuleBase) or (
-        isinstance(factory, nn.Module) and not can_be_called(factory.forward)
-    ):
+    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not accepts(factory.forward)):
         raise TypeError(f"{name} is a policy, a {kind}: pass it as policy=, or pass a callable that returns it")
 
 
-def can_be_called(function: Any, *arguments: Any) -> bool:
+def accepts(function: Any, *arguments: Any) -> bool:
     """Whether a callable accepts these arguments. True if it has no signature, because then nothing is known."""
     try:
         inspect.signature(function).bind(*arguments)

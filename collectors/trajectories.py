@@ -104,7 +104,7 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
     return ended
 
 
-def expanded_mask(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def mask_like(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The mask, of the batch's shape, with added dimensions so that it broadcasts with an entry of the batch."""
     return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
@@ -113,7 +113,7 @@ def zeroed(value: Any, mask: torch.Tensor) -> Any:
     """The entry, a tensor or TensorDict, with zeros where the mask, of the batch's shape, is True."""
     if isinstance(value, TensorDictBase):
         return value.apply(lambda each: zeroed(each, mask))
-    return torch.where(expanded_mask(mask, value), torch.zeros_like(value), value)
+    return torch.where(mask_like(mask, value), torch.zeros_like(value), value)
 
 
 def split_trajectories(

@@ -26,7 +26,7 @@ from torch import nn
 from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
     Device,
-    can_be_called,
+    accepts,
     check_choice,
     check_policy_factory,
     frames_or_none,
@@ -467,7 +467,7 @@ class EpisodeCollector(Collector):
         **arguments: Any,
     ) -> None:
         env = environments.make_environment(create_env_fn, create_env_kwargs)
-        if policy_factory is not None and not can_be_called(policy_factory):
+        if policy_factory is not None and not accepts(policy_factory):
             policy_factory = partial(policy_factory, env)
         self._options = evaluation
         super().__init__(

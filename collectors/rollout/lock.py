@@ -32,12 +32,8 @@ T = TypeVar("T")
 
 
 class RolloutLock:
-    """Decides which thread may step.
-
-    Attributes:
-        stop_wanted: the rolling thread must call :meth:`wait_while_stopped` before its next step.
-        closed: no thread may roll out any more.
-    """
+    """Decides which thread may step. ``stop_wanted``: the rolling thread must call :meth:`wait_while_stopped` before
+    its next step. ``closed``: no thread may roll out any more."""
 
     def __init__(self, name: str) -> None:
         self.stop_wanted = False
