@@ -61,8 +61,8 @@ ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id",
 
 
 class WeightsAPI:
-    """The part of :class:`asyncsync.collectors.base.BaseCollector` for weights. It follows TorchRL's "RPCCollector"
-    page."""
+    """The part of :class:`asyncsync.collectors.base.BaseCollector` for weights. Names, forms and exclusions follow
+    TorchRL's "RPCCollector" page."""
 
     policy: Any = None  # the registered policy, whose weights a bare update_policy_weights_() sends
     acts_elsewhere: bool = False  # whether the policy acts only in other processes
