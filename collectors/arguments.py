@@ -1,4 +1,4 @@
-"""Arguments: which values they may have, for all workers or for each of them, and what a partial fixes."""
+"""Checks of the collectors' arguments, their values per worker, and the arguments that a partial fixes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Devices = Device | Sequence[Device | None] | None
 DEVICES = ("device", "storing_device", "env_device", "policy_device")
 
 MAX_WORKERS = 480
-"""Of one collector: a page of shared memory has room for the versions of so many."""
+"""Most workers of one collector, because the control page has room for this many versions."""
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """A whole number, at least ``least``. Raises TypeError, ValueError."""
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int of at least ``least``. Raises TypeError, ValueError."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -41,17 +41,17 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def frames_or_none(name: str, value: Any) -> int | None:
-    """A number of frames, which may be a float such as 1e6; None for a negative one or None. Raises TypeError."""
+    """A number of frames, which may be a float such as 1e6. None: it is negative or None. Raises TypeError."""
     if isinstance(value, float):
         if not value.is_integer():
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
-    number = -1 if value is None else whole(name, value)
+    number = -1 if value is None else whole_number(name, value)
     return None if number < 0 else number
 
 
 def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
-    """A number of frames, rounded up to whole units of this size. Warns the user's line where that changes something,
+    """The number of frames, rounded up to a multiple of ``size``. If that changes the number, warns at the user's line,
     unless RL_WARNINGS is off."""
     rounded = math.ceil(frames / size) * size
     if rounded == frames or os.environ.get("RL_WARNINGS", "1").lower() in ("0", "false"):
@@ -65,26 +65,26 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raises ValueError: it is none of the choices."""
+    """Raises ValueError: the value is none of the choices."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raises TypeError: it is given, and cannot be called."""
+    """Raises TypeError: the value is neither None nor callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, not {value!r}")
 
 
 def check_schemes(name: str, schemes: Any) -> None:
-    """Raises TypeError: schemes that are not in a dict."""
+    """Raises TypeError: the schemes are not in a dict."""
     if schemes is not None and not isinstance(schemes, Mapping):
         kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
         raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
-    """Raises TypeError: it is certainly no policy, but perhaps what makes one."""
+    """Raises TypeError: this is no policy, but a list, a class or a factory of policies."""
     if isinstance(policy, list | tuple):
         raise TypeError(
             f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker its own, pass "
@@ -93,21 +93,21 @@ def check_policy(policy: Any) -> None:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if isinstance(policy, type):
         raise TypeError(f"policy is the class {name}: pass an instance of it. Did you mean policy_factory={name}?")
-    if callable(policy) and not isinstance(policy, nn.Module) and fits(policy) and not fits(policy, None):
+    if callable(policy) and not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
         raise TypeError(f"policy is {name}(), which takes no observations. Did you mean policy_factory={name}?")
 
 
 def check_policy_factory(name: str, factory: Any) -> None:
-    """Raises TypeError: it cannot be called without arguments, or is certainly a policy."""
+    """Raises TypeError: the factory is not callable, or is itself a policy."""
     kind = type(factory).__name__
     if factory is not None and not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {kind}")
-    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not fits(factory.forward)):
+    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not accepts(factory.forward)):
         raise TypeError(f"{name} is a policy, a {kind}: pass it as policy=, or pass a callable that returns it")
 
 
-def fits(function: Any, *arguments: Any) -> bool:
-    """Whether a callable can be called with these arguments, or may be, if it shows no signature."""
+def accepts(function: Any, *arguments: Any) -> bool:
+    """Whether a callable accepts these arguments. True if it has no signature, because then nothing is known."""
     try:
         inspect.signature(function).bind(*arguments)
     except ValueError:
@@ -118,21 +118,21 @@ def fits(function: Any, *arguments: Any) -> bool:
 
 
 class Interruptor(Protocol):
-    """What ends rollouts from the outside, such as TorchRL's ``_Interruptor``. Asked after each step."""
+    """Ends rollouts from outside, as TorchRL's ``_Interruptor`` does. The collector asks it after each step."""
 
     def collection_stopped(self) -> bool:
-        """Whether the rollout under way ends with this step."""
+        """Whether the current rollout ends with this step."""
 
 
 class RolloutArguments(SimpleNamespace):
-    """The options of a collector as attributes, checked. ``total_frames`` is math.inf where there is no end, and the
-    other numbers of frames 0 where there is no limit. :meth:`fit` sets ``steps``, of the environment in a rollout, and
-    ``requested_frames_per_batch``: steps times environments. Raises TypeError, ValueError."""
+    """The checked options of a collector, as attributes. ``total_frames`` is math.inf if collection has no end; other
+    numbers of frames are 0 if there is no limit. :meth:`fit` sets ``steps``, the environment steps of a rollout, and
+    ``requested_frames_per_batch``, which is steps times environments. Raises TypeError, ValueError."""
 
     def __init__(self, **options: Any) -> None:
         total = frames_or_none("total_frames", options["total_frames"])
         checked = {
-            "frames_per_batch": whole("frames_per_batch", options["frames_per_batch"], 1),
+            "frames_per_batch": whole_number("frames_per_batch", options["frames_per_batch"], 1),
             "total_frames": math.inf if total is None else total,
             "init_random_frames": frames_or_none("init_random_frames", options["init_random_frames"]) or 0,
             "max_frames_per_traj": frames_or_none("max_frames_per_traj", options["max_frames_per_traj"]) or 0,
@@ -140,25 +140,25 @@ class RolloutArguments(SimpleNamespace):
             "exploration_type": options["exploration_type"] or InteractionType.RANDOM,
         }
         super().__init__(**options | checked)
-        if self.adds and (self.postproc is not None or self.split_trajs):
+        if self.adds_frames and (self.postproc is not None or self.split_trajs):
             raise TypeError("postproc and split_trajs need whole batches: leave extend_buffer=False out")
-        _check_method("replay_buffer", self.replay_buffer, "add" if self.adds else "extend")
+        _check_method("replay_buffer", self.replay_buffer, "add" if self.adds_frames else "extend")
         _check_method("interruptor", self.interruptor, "collection_stopped")
         tracker = self.track_policy_version
         if not isinstance(tracker, bool) and not isinstance(getattr(tracker, "version", None), int):
             raise TypeError(f"track_policy_version must be a bool, or an object with an int version, not {tracker!r}")
 
     @property
-    def adds(self) -> bool:
-        """Whether frames go to the replay buffer one by one."""
+    def adds_frames(self) -> bool:
+        """Whether frames go into the replay buffer one by one."""
         return self.replay_buffer is not None and not self.extend_buffer
 
     def fit(self, environments: int) -> None:
-        """Round frames up to whole steps of so many environments, with a warning where that changes something."""
+        """Round frames up to whole steps of this many environments. Warns if that changes a number."""
         batch = rounded_up("frames_per_batch", self.frames_per_batch, "the number of environments", environments)
         self.requested_frames_per_batch, self.steps = batch, batch // environments
         rounded_up("init_random_frames", self.init_random_frames, "frames_per_batch", batch)
-        if self.total_frames < math.inf and not self.adds:  # frame by frame, the last rollout may be shorter
+        if self.total_frames < math.inf and not self.adds_frames:  # else the last rollout may be shorter
             rounded_up("total_frames", self.total_frames, "frames_per_batch", batch)
 
 
@@ -170,12 +170,12 @@ def _check_method(name: str, value: Any, method: str) -> None:
 def check_factories(
     create_env_fn: Any, count: int | None, name: str = "num_workers", default: int | None = None
 ) -> list[Any]:
-    """One factory per worker, of a list of them, or of one for ``count`` workers; that is the argument ``name``, whose
-    default may be another one. Raises TypeError, ValueError."""
+    """One environment factory per worker, from a list of them or one factory for ``count`` workers. ``count`` is the
+    user's argument ``name``, with this ``default``. Raises TypeError, ValueError."""
     if count is None and not is_list(create_env_fn):
         count = default
     if count is not None:
-        count = whole(name, count, 1)
+        count = whole_number(name, count, 1)
     factories = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn] * (count or 1)
     for factory in factories:
         if isinstance(factory, Mapping):
@@ -194,26 +194,26 @@ def check_factories(
 
 
 def is_list(value: Any) -> bool:
-    """Whether an argument has a value for each worker."""
+    """Whether an argument has one value per worker."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def check_count(name: str, values: Any, count: int) -> None:
-    """Raises ValueError: there is not one value for each worker."""
+def check_length(name: str, values: Any, count: int) -> None:
+    """Raises ValueError: there is not one value per worker."""
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker")
 
 
-def each(name: str, value: Any, count: int) -> list[Any]:
-    """A value for each worker. Raises ValueError: a list of another length."""
+def per_worker(name: str, value: Any, count: int) -> list[Any]:
+    """One value per worker: the given list, or the value repeated. Raises ValueError: the list has another length."""
     values = list(value) if is_list(value) else [value] * count
-    check_count(name, values, count)
+    check_length(name, values, count)
     return values
 
 
 def check_devices(devices: Mapping[str, Devices], *, of_workers: bool = False) -> None:
-    """Check devices, by the names of their arguments, and initialise none; ``of_workers``: lists of them, too. Raises
-    TypeError: not a device; ValueError: this machine does not have it."""
+    """Check devices, given by the names of their arguments, without initialising one. ``of_workers``: allow lists.
+    Raises TypeError: a value is no device; ValueError: this machine does not have the device."""
     for name, given in devices.items():
         if of_workers and isinstance(given, Sequence) and not isinstance(given, str):
             check_devices({f"{name}[{index}]": one for index, one in enumerate(given)}, of_workers=True)
@@ -240,7 +240,7 @@ def check_devices(devices: Mapping[str, Devices], *, of_workers: bool = False) -
 
 
 def exact_device(device: Device | None) -> torch.device | None:
-    """A device with its index, as tensors name it: ``"cuda"`` is the current CUDA device."""
+    """The device with its index, as in a tensor's ``device``: ``"cuda"`` becomes the current CUDA device."""
     if device is None:
         return None
     device = torch.device(device)
@@ -250,16 +250,15 @@ def exact_device(device: Device | None) -> torch.device | None:
     return torch.device(device.type, current())
 
 
-def own_arguments(kind: Any) -> Mapping[str, Any]:
-    """What a worker's collector is given by a ``functools.partial``."""
+def partial_arguments(kind: Any) -> Mapping[str, Any]:
+    """The keyword arguments that a ``collector_class`` fixes, if it is a ``functools.partial``."""
     return kind.keywords if isinstance(kind, functools.partial) else {}
 
 
 def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for a worker's ``kind``: ``arguments`` but for those that a partial fixes already. Raises
-    TypeError: the partial fixes one that was given here too: its value is not that of ``defaults``; ValueError: one
-    that is for all workers together."""
-    own = own_arguments(kind)
+    """The keyword arguments for a worker's ``kind``: ``arguments`` without those that a partial fixes. Raises
+    TypeError: the user gave one of these too; ValueError: the partial fixes an argument of all workers together."""
+    own = partial_arguments(kind)
     for name in own:
         value, default = arguments.get(name), defaults.get(name)
         is_default = value is default or (type(value) is type(default) and bool(value == default))

@@ -1,7 +1,7 @@
-"""What every collector is, wherever its environments run: an iterator in both styles with one end, hooks, and weights.
+"""What all collectors share, wherever their environments run: iteration in both styles, shutdown, hooks, and calls.
 
-The weights' side is :class:`asyncsync.collectors.weights.updates.WeightsAPI`. Names and defaults follow TorchRL's
-"RPCCollector" page where it speaks of any collector.
+:class:`asyncsync.collectors.weights.updates.WeightsAPI` adds the weights. Names and defaults follow the parts of
+TorchRL's "RPCCollector" page that apply to any collector.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _log = logging.getLogger("asyncsync")
 
 SHUTDOWN_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
-"""How long a call waits for the step under way, or for an answer of a worker, which comes between two rollouts."""
+"""How long a call waits for the current step to end, or for a worker's answer. Workers answer between two rollouts."""
 
 PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
 
 
-def _part(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
-    """An attribute of one of a collector's parts, as the collector's own."""
+def _delegated(path: str, doc: str = "The argument of this name, as it is used.") -> Any:
+    """A property that reads and sets the attribute at this path from the collector, such as
+    ``_arguments.total_frames``."""
     owner, _, name = path.rpartition(".")
     owned_by = attrgetter(owner)
     return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
@@ -49,8 +50,8 @@ def _part(path: str, doc: str = "The argument of this name, as it is used.") -> 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
-    ``block`` makes it, for the calling thread (by its identifier) or a task. Entering waits for the step under way;
-    ``async with`` does not block the event loop meanwhile. Leaving never waits.
+    Entering waits for the current step to end; ``async with`` does not block the event loop meanwhile. Leaving never
+    waits. ``block`` makes the block for an owner, which is a thread's identifier or a task.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -76,36 +77,35 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
 
 
 def check_not_paused_here(name: str, owners: Iterable[object]) -> None:
-    """Raises RuntimeError: the calling thread or task, about to wait for a rollout, is among these owners of pauses."""
+    """Raises RuntimeError: the calling thread or task wants to wait for a rollout, but owns one of these pauses."""
     task = asyncio.current_task() if running_loop() is not None else None
     if any(owner in (threading.get_ident(), task) for owner in list(owners)):
         raise RuntimeError(f"this thread has paused this {name}: leave the pause() block before collecting")
 
 
 class Signals(Protocol):
-    """What a collector that is a worker reads between two steps: what its trainer wants."""
+    """The trainer's wishes, which a worker's collector reads between two steps."""
 
     @property
-    def calls(self) -> bool:
-        """Whether the hold is to end, as :meth:`interrupts` or :meth:`counted` has something new. Read after each step,
-        inside its hold, so it never waits."""
+    def wants_hold_to_end(self) -> bool:
+        """Whether the hold must end, because a method below has news. Read inside the hold, so it never waits."""
 
-    def interrupts(self) -> bool:
-        """Whether the rollout ends early. Called before a step, outside any hold; it may wait."""
+    def wants_rollout_to_end(self) -> bool:
+        """Whether the rollout must end early. Called before a step, outside any hold; may wait."""
 
-    def counted(self) -> int:
-        """How many versions updaters above have counted."""
+    def updater_versions(self) -> int:
+        """How many versions the weight updaters of the trainer, and of collectors above it, have counted."""
 
 
 class Lifetime(ABC):
-    """Made by its constructor or by :meth:`create`, and ended by :meth:`shutdown`, ``with`` or ``async with``."""
+    """An object that :meth:`shutdown`, or the end of a ``with`` or ``async with`` block, ends."""
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """Construct without blocking the event loop: starting workers and environments takes seconds.
+        """Construct without blocking the event loop, because starting workers and environments takes seconds. Use
         ``async with await MultiAsyncCollector.create(…) as collector:``
 
-        If it is cancelled, it shuts the new object down before it raises, without waiting for starting workers.
+        If cancelled, it stops starting workers, shuts the new object down, and raises.
         """
         made: list[Self] = []
         interruption = Interruption()
@@ -124,7 +124,7 @@ class Lifetime(ABC):
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
-        """End all that the constructor has begun. Idempotent."""
+        """End everything that the constructor started. Idempotent."""
 
     async def shutdown_elsewhere(self) -> None:
         await run_in_thread("asyncsync-collector-end", self.shutdown)
@@ -144,22 +144,22 @@ class Lifetime(ABC):
 
 class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]):
     """Steps environments with a policy and yields batches of the steps. ``closed`` is True once :meth:`shutdown` has
-    begun. A collector is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None,
+    begun. A collector is also an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None,
     collate_fn=lambda batch: batch)`` yields the same batches."""
 
-    _arguments: Any  # those that any collector has, and others
-    total_frames = _part("_arguments.total_frames")
-    init_random_frames = _part("_arguments.init_random_frames")
-    split_trajs = _part("_arguments.split_trajs")
-    postproc = _part("_arguments.postproc")
-    replay_buffer = _part("_arguments.replay_buffer")
+    _arguments: Any  # the arguments below, and those of the subclass
+    total_frames = _delegated("_arguments.total_frames")
+    init_random_frames = _delegated("_arguments.init_random_frames")
+    split_trajs = _delegated("_arguments.split_trajs")
+    postproc = _delegated("_arguments.postproc")
+    replay_buffer = _delegated("_arguments.replay_buffer")
     requested_frames_per_batch: Any
-    _collected: Any  # frames
-    _iter: Any  # batches before the newest one
+    _num_frames: Any  # collected so far
+    _newest_index: Any  # of the newest batch; -1: there was none
     _profile_config: ProfileConfig | None = None
-    free_error: BaseException | None = None  # what ended collection in the background, until it was raised
-    _count_of_calls: Any = None  # how many calls map_fn makes; None: as many as are given
-    _counts_frames = True  # False: a batch is of trajectories, however many frames they have
+    background_error: BaseException | None = None  # the error that ended background collection, until it is raised
+    _num_calls: Any = None  # how many calls map_fn makes. None: one per given list entry
+    _has_fixed_batches = True  # False: a batch has a number of trajectories, of any length
 
     def __init__(
         self, pre_collect_hook: PreHook | None, post_collect_hook: PostHook | None, worker_idx: int | None
@@ -171,13 +171,14 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         self._worker_idx = worker_idx
 
     def __class_getitem__(cls, item: Any) -> GenericAlias:
-        # ray.remote() asks for the signature of every method, and the data set's own __class_getitem__ has none.
+        # ray.remote() inspects the signature of every method, and IterableDataset's __class_getitem__ has none.
         return GenericAlias(cls, item)
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
-    # What a hook raises ends a collector. In one with workers, so does what a worker or postproc raises, but a caller's
-    # mistake does not; a single collector can go on after any of these. An iterator has no state: next() makes its own.
+    # An error of a hook ends any collector. An error of a worker or of postproc ends a collector with workers, but a
+    # single collector can continue after it. A caller's mistake ends neither. Iterators keep no state of their own, so
+    # next() makes a new one each time.
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
@@ -187,18 +188,18 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         return self.iterator()
 
     def __len__(self) -> int:
-        """Number of batches in all, if none is cut short. Raises TypeError: collection has no end, or batches are of
-        whole trajectories. (TorchRL raises RuntimeError, which breaks ``list()`` and progress bars.)"""
-        if self.total_frames == math.inf or not self._counts_frames:
+        """Total number of batches, if none is cut short. Raises TypeError: collection has no end, or a batch is a
+        number of whole trajectories. (TorchRL raises RuntimeError, which breaks ``list()`` and progress bars.)"""
+        if self.total_frames == math.inf or not self._has_fixed_batches:
             why = "no end" if self.total_frames == math.inf else "batches of whole trajectories"
             raise TypeError(f"this {type(self).__name__} has no length, because it has {why}")
         return math.ceil(int(self.total_frames) / int(self.requested_frames_per_batch))
 
     def __bool__(self) -> bool:
-        return True  # whatever its length
+        return True  # Python would otherwise call __len__
 
     def next(self) -> TensorDictBase | None:
-        """The next batch. None: there are no more, or batches go to a replay buffer."""
+        """The next batch. None: there are no more batches, or batches go to a replay buffer."""
         return next(self.iterator(), None)
 
     def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
@@ -206,48 +207,47 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @abstractmethod
     async def __anext__(self) -> TensorDictBase | None:
-        """The next batch. Cancelling loses no batch. Raises StopAsyncIteration at the end."""
+        """The next batch. Cancelling loses no batch."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End collection before the next step, then workers, environments and schemes. Idempotent; leaves no process.
+        """Stop before the next step, and end workers, environments and schemes. Idempotent; leaves no process.
 
-        In a forked process, this closes only that process's copy of a collector with workers; the workers go on.
+        In a forked process, this closes only that process's copy of a collector with workers. The workers continue.
 
         Args:
-            timeout: seconds. None: 5. A worker that has not ended after most of it is killed. Without workers, if the
-                step under way takes longer, its thread closes the environment when the step has ended.
+            timeout: seconds. None: 5. A worker that has not ended after most of this time is killed. Without workers,
+                if the current step takes longer, its thread closes the environment after the step.
             close_env: True: close the environments.
             raise_on_error: True: raise errors. False: log them.
 
         Raises:
-            BaseException: the error that ended collection in the background, or, without workers, an error of the
-                environment's ``close``.
+            BaseException: the error that ended background collection; without workers, also one of the environment's
+                ``close``.
         """
         try:
             self._end(SHUTDOWN_SECONDS if timeout is None else timeout, close_env)
         except Exception:
             if raise_on_error:
                 raise
-            _log.exception("shutdown(raise_on_error=False) of a collector: an error is logged and not raised")
+            _log.exception("a collector's shutdown(raise_on_error=False) does not raise this error")
 
     @abstractmethod
     def _end(self, timeout: float, close_env: bool) -> None:
-        """End within so many seconds. Idempotent."""
+        """Shut down within ``timeout`` seconds. Idempotent."""
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
 
-    # -- running free -------------------------------------------------------------------------------------------------
+    # -- collection in the background ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the replay buffer, in the background, until ``total_frames``, :meth:`async_shutdown` or
-        :meth:`shutdown`. Does nothing if the collector is running already.
+        """Collect into the replay buffer in the background, until ``total_frames``, :meth:`async_shutdown` or
+        :meth:`shutdown`. Does nothing if the collector already runs.
 
-        An error in the background is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
-        :meth:`shutdown`.
+        An error in the background is logged, and the next :meth:`pause` or :meth:`shutdown` raises it.
 
         Raises:
             NotImplementedError: the collector has no replay buffer.
@@ -256,42 +256,41 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         if self.replay_buffer is None:
             raise NotImplementedError(f"{type(self).__name__}.start() needs a buffer: pass replay_buffer=, or iterate")
         self._check_open()
-        self._set_free()
+        self._start_background()
 
     @abstractmethod
-    def _set_free(self) -> None:
-        """Collect in the background, unless that runs."""
+    def _start_background(self) -> None:
+        """Collect in the background, unless this already happens."""
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Whether the collector collects in the background."""
+        """Whether the collector runs in the background."""
 
-    def raise_free_error(self) -> None:
-        error, self.free_error = self.free_error, None
+    def raise_background_error(self) -> None:
+        error, self.background_error = self.background_error, None
         if error is not None:
             raise error
 
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which neither the collector nor a worker steps or writes to the
-        replay buffer. Blocks may be nested. Another thread or task that iterates meanwhile waits for the end of the
-        block.
+        replay buffer. Blocks may be nested. Other threads and tasks that want a batch wait for the end of the block.
 
-        Entering waits for the step under way (for a worker that has workers: its batch under way). ``async with`` does
-        not block the event loop meanwhile. If it is cancelled, it raises once the step has ended.
+        Entering waits for the current step to end (for a worker with workers of its own: for its current batch).
+        ``async with`` does not block the event loop meanwhile. If cancelled, it raises after that step.
 
         Raises:
             ClosedError: the collector was shut down.
-            AckTimeout: a step under way did not end within 60 s.
-            BaseException: the error that ended collection in the background.
+            AckTimeout: a current step did not end within 60 s.
+            BaseException: the error that ended background collection.
         """
         return Pause(self._paused)
 
     @abstractmethod
     def _paused(self, owner: object) -> AbstractContextManager[None]:
-        """A block of a thread, by its identifier, or of a task, in which nothing steps."""
+        """A block in which nothing steps. ``owner``: the thread that enters it (its identifier), or the task."""
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End a collector that :meth:`start` has started; the same as :meth:`shutdown`."""
+        """The same as :meth:`shutdown`; TorchRL's name for ending a collector that :meth:`start` started."""
         self.shutdown(timeout, close_env)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
@@ -308,8 +307,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @property
     def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before it is handed out, in the process that rolls out. If it raises, collection
-        ends."""
+        """Called with each batch before the caller gets it, where rollouts run. If it raises, collection ends."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -318,34 +316,35 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         self._post_collect_hook = hook
 
     def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
-        """Have the workers, if there are any, call this hook."""
+        """Set this hook in the workers, if there are any."""
 
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        """Set :attr:`post_collect_hook`. For callers that can only call methods, such as those of a remote actor."""
+        """Set :attr:`post_collect_hook`; for callers that can only call methods, such as a remote actor's."""
         self.post_collect_hook = hook
 
     # -- seeds and checkpoints ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
-        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment. With
-        workers: seed them in turn, each with the seed that the one before returned; there, torch, NumPy and Python too.
+        """Seed and reset the environments, which begin new trajectories. Returns the seed for one more environment.
+        With workers: seed them one after another, each with the seed that the one before returned. In a worker, this
+        also seeds torch, NumPy and Python.
 
         Args:
             seed: seed of the first environment.
             static_seed: True: all environments get the same seed.
-            timeout: seconds for the step under way or, with workers, for each one's answer, between two rollouts.
+            timeout: seconds for the current step or, with workers, for each worker's answer between two rollouts.
 
         Raises:
             ClosedError: the collector was shut down.
-            AckTimeout: it took longer. A worker will still carry out the call.
+            AckTimeout: the timeout ended first. A worker will still carry out the call.
         """
 
     @abstractmethod
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
-        environment. Calls the policy once, on zeros, unless there was a rollout before. ``timeout``: see
-        :meth:`set_seed`, which raises the same errors.
+        """A batch of zeros with the layout of a real batch, after ``split_trajs`` and ``postproc``. Does not step the
+        environment. Before the first rollout, calls the policy once, on zeros. ``timeout`` and further errors: see
+        :meth:`set_seed`.
 
         Raises:
             TypeError: there was no rollout yet, and an environment has neither ``fake_tensordict()`` nor a
@@ -354,29 +353,28 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @abstractmethod
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
-        trajectories are tracked. With workers: of each worker's state dict, ``worker0``, ``worker1``, …, and
+        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions`` and, if trajectories
+        are tracked, ``traj_pool``. With workers: the state dicts of the workers, ``worker0``, ``worker1``, …, and
         ``frames``, ``iter``, ``versions``.
 
-        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. Without
-        workers, may also be called after ``shutdown()``. ``timeout``: see :meth:`set_seed`, which raises the same
-        errors.
+        Everything is a copy, which later updates do not change. Unfinished trajectories are not saved. Without workers,
+        this also works after ``shutdown()``. ``timeout`` and errors: see :meth:`set_seed`.
         """
 
     @abstractmethod
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
     ) -> None:
-        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
+        """Continue from a result of :meth:`state_dict`, with new trajectories. Versions continue too, so no new frame
         gets the version of an earlier one.
 
-        With workers: if all of them had the same policy, it is also loaded into the registered policy and sent. If each
-        worker had its own, each gets its own.
+        With workers: if all workers had the same policy, it is also loaded into the registered policy and sent. If each
+        worker had its own, each gets its own back.
 
         Args:
             state_dict: state dict of a collector with as many workers.
-            strict: True: every part must be there. False: load the parts that are there.
-            timeout: see :meth:`set_seed`, which raises the same errors.
+            strict: True: every part must be present. False: load the parts that are present.
+            timeout: see :meth:`set_seed`, also for further errors.
 
         Raises:
             KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
@@ -385,18 +383,16 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method at an attribute path, such as ``env.close`` or ``_receiver_schemes['policy'].connect``.
+        """Call the method at an attribute path, such as ``env.close`` or ``_receiver_schemes['policy'].connect``, and
+        return its result.
 
         Args:
             attr_path: path from this collector: attributes, ``['key']`` and ``[0]``.
             args, kwargs: arguments of the call.
 
-        Returns:
-            The result of the call.
-
         Raises:
             ValueError: there is no such path.
-            TypeError: the object at the path cannot be called.
+            TypeError: the object at the path is not callable.
         """
         try:
             function = follow_path(self, attr_path)
@@ -414,8 +410,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         *,
         timeout: float = ANSWER_SECONDS,
     ) -> list[Any]:
-        """Call a method of this collector once per entry of these lists or, with workers, the method of each worker's
-        collector with that worker's entries. Return the results in this order.
+        """Call a method of this collector once per list entry and return the results in order. With workers: call the
+        method of each worker's collector, with the worker's list entries.
 
         Args:
             method_name: name of the method, or a path as for :meth:`cascade_execute`.
@@ -424,14 +420,13 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            ValueError: the lists differ in length, or a list does not have one entry per worker, or there is no such
-                method.
-            TypeError: the object of this name cannot be called.
+            ValueError: the lists differ in length, or do not have one entry per worker, or there is no such method.
+            TypeError: the object of this name is not callable.
             AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
             Exception: a call raised it.
         """
         lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
-        count = self._count_of_calls or max(lengths, default=1)
+        count = self._num_calls or max(lengths, default=1)
         if any(length != count for length in lengths):
             found = " and ".join(map(str, lengths))
             raise ValueError(f"list_of_args and list_of_kwargs need {count} entries each, but they have {found}")
@@ -447,7 +442,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     def get_distant_attr(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
         """The object at an attribute path from this collector, such as ``env.transform[0].scale``. With workers: a
-        list of copies, one from each worker's collector. A worker that has workers gives a list of theirs.
+        list with a copy from each worker's collector; a worker that has workers itself returns a list of theirs.
 
         Raises:
             AttributeError: there is no such path.
@@ -456,27 +451,27 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         return self._look_up("", attr, timeout)
 
     def getattr_policy(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
-        """The object at an attribute path from the acting policy or, with workers, a copy from the first one's. Raises
-        the same as :meth:`get_distant_attr`."""
+        """The object at an attribute path from the acting policy; with workers, a copy from the first worker's policy.
+        Errors: see :meth:`get_distant_attr`."""
         return self._look_up("policy", attr, timeout)
 
     def getattr_env(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
-        """The object at an attribute path from the environment or, with workers, a copy from the first one's. Raises
-        the same as :meth:`get_distant_attr`."""
+        """The object at an attribute path from the environment; with workers, a copy from the first worker's
+        environment. Errors: see :meth:`get_distant_attr`."""
         return self._look_up("env", attr, timeout)
 
     def getattr_rb(self, attr: str) -> Any:
         """The object at an attribute path from the replay buffer.
 
         Raises:
-            AttributeError: there is no such path, or no replay buffer.
+            AttributeError: there is no such path, or the collector has no replay buffer.
         """
         if self.replay_buffer is None:
             raise AttributeError(f"this {type(self).__name__} has no replay buffer from which to read {attr!r}")
         return self._look_up("replay_buffer", attr, ANSWER_SECONDS)
 
     def _look_up(self, owner: str, path: str, timeout: float) -> Any:
-        """The object at a path from this attribute of the collector, or ("") from the collector itself."""
+        """The object at ``path`` from the attribute ``owner`` of the collector; "": from the collector itself."""
         start = getattr(self, owner) if owner else self
         try:
             return follow_path(start, path)
@@ -484,18 +479,17 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             raise AttributeError(f"{type(start).__name__} has no {path!r}: {error!r}") from error
 
     def get_policy_version(self) -> int:
-        """:attr:`policy_version`, for callers that can only call methods, such as those of a remote actor."""
+        """:attr:`policy_version`, for callers that can only call methods, such as a remote actor's."""
         return int(self.policy_version)
 
     # -- statistics ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | bool]:
         """Progress: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` and, if
-        collection has an end, ``total_frames`` and ``completed``. Neither waits nor changes anything. Any thread may
-        call it at any time."""
-        found: dict[str, int | float | bool] = {"frames": self._collected, "batches": self._iter + 1}
+        collection has an end, ``total_frames`` and ``completed``. Never waits; any thread may call it."""
+        found: dict[str, int | float | bool] = {"frames": self._num_frames, "batches": self._newest_index + 1}
         if self.total_frames < math.inf:
-            found |= {"total_frames": self.total_frames, "completed": self._collected >= self.total_frames}
+            found |= {"total_frames": self.total_frames, "completed": self._num_frames >= self.total_frames}
         return found | {
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self.get_policy_version(),
@@ -517,16 +511,16 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         with_flops: bool = False,
         on_trace_ready: Callable[[Any], None] | None = None,
     ) -> None:
-        """Record the next rollouts by torch's profiler, in the process that does them. Each worker writes a trace for
-        ``chrome://tracing`` or Perfetto. May be called at any time. Recording ends with the collector at the latest.
+        """Record the next rollouts with torch's profiler, in the process that rolls out. Each recorded worker writes a
+        trace for ``chrome://tracing`` or Perfetto. May be called at any time. The end of the collector ends recording.
 
-        If a thread of the collector rolls out (``async for``, :meth:`start`), ending a recording early takes effect in
-        that thread, with the rollout under way or the next one.
+        If a thread of the collector rolls out (``async for``, :meth:`start`), an early end of the recording takes
+        effect in that thread, with the current rollout or the next one.
 
         Args:
-            workers: indices of the workers to record. None: the first. A worker that has workers records all of them,
-                and ``{worker_idx}`` is then like ``0_1``. Ignored by a collector without workers.
-            num_rollouts: rollouts of each worker, including those for warming up.
+            workers: indices of the workers to record. None: the first. A worker with workers of its own records all of
+                them, and ``{worker_idx}`` is then like ``0_1``. A collector without workers ignores this.
+            num_rollouts: rollouts of each worker, including warm-up.
             warmup_rollouts: this many rollouts at the start are not recorded.
             save_path: path of the trace, in which ``{worker_idx}`` stands for the worker. None:
                 ``./collector_profile_{worker_idx}.json``. Missing directories are created.
@@ -547,21 +541,22 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         self._profile_config = config
 
     def disable_profile(self) -> None:
-        """End the recording and write the trace. Does nothing if no recording was enabled."""
+        """End the recording and write the trace, if :meth:`enable_profile` was called."""
         if self._profile_config is not None and not self.closed:
             self.record(None, "")
         self._profile_config = None
 
     @property
     def profile_config(self) -> ProfileConfig | None:
-        """What the last :meth:`enable_profile` asked for. None: never called, or :meth:`disable_profile` came later."""
+        """The configuration of the last :meth:`enable_profile`. None: it was never called, or
+        :meth:`disable_profile` was called after it."""
         return self._profile_config
 
-    # Record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them.
+    # Record the following rollouts; None: stop recording. name: the worker's name ("": this collector is no worker).
     @abstractmethod
     def record(self, config: ProfileConfig | None, name: str) -> None: ...
 
-    # -- being a part of something larger -----------------------------------------------------------------------------
+    # -- as a worker of a larger collector ----------------------------------------------------------------------------
 
     @property
     def worker_idx(self) -> int:
@@ -571,29 +566,30 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             RuntimeError: it was never set.
         """
         if self._worker_idx is None:
-            raise RuntimeError("worker_idx was never set: if this is a worker, pass worker_idx= to it, or set it")
+            raise RuntimeError("this collector has no worker_idx: if it is a worker, pass worker_idx= to it, or set it")
         return self._worker_idx
 
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
         self._worker_idx = worker_idx
 
-    # Whoever runs a collector as a worker calls these.
+    # The program that runs a collector as a worker calls these.
 
-    # Heed these signals. sink(layout) returns memory for a batch, or None: the collector uses its own.
+    # Obey these signals. allocate(layout) returns memory for a batch, or None: the collector uses its own.
     @abstractmethod
-    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None: ...
+    def become_worker(self, signals: Signals, allocate: Callable[[Any], TensorDictBase | None]) -> None: ...
 
-    # Have max_lag compare with the newest version that is published for worker ``index`` on the control page at this
-    # place; None: only with what schemes bring.
+    # max_lag compares with the newest version that the control page at ``place`` shows for worker ``index``. None: it
+    # compares only with the versions that schemes receive.
     @abstractmethod
     def follow_versions(self, place: Any, index: int) -> None: ...
 
-    # One rollout before split_trajs and postproc, and its frames. writes: into the replay buffer, so there is no batch.
+    # One rollout, before split_trajs and postproc, and its number of frames. random: ignore the policy. writes: the
+    # rollout goes into the replay buffer, so the batch is None.
     @abstractmethod
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]: ...
 
-    # End, from another thread, what this collector waits for beside its own steps.
+    # From another thread: end every wait of this collector except the wait for its own steps.
     @abstractmethod
     def end_waits(self, timeout: float, close_env: bool) -> None: ...
 

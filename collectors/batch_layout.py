@@ -1,5 +1,4 @@
-"""The entries of a step: their keys, and the layout of a batch of them: shapes, dtypes and devices, which is enough to
-allocate it elsewhere."""
+"""The layout of a batch: keys, shapes, dtypes and devices of its entries, enough to allocate it in another process."""
 
 from __future__ import annotations
 
@@ -20,22 +19,26 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of every step: its key path, shape with the environment's batch size, dtype and device."""
+    """One tensor of each step. ``shape`` includes the environment's batch size."""
 
     path: Path
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a batch of ``[*batch_size, steps]`` looks like, where ``batch_size`` is the environment's and the last
-    dimension is named ``"time"``.
+    """The layout of a batch ``[*batch_size, steps]``. ``batch_size`` is the environment's. The last dimension is named
+    ``"time"``.
 
-    ``nodes`` are the TensorDicts of a step, the root first, parents before children: the path of each, and the batch
-    dimensions that it has beyond the environment's. ``leaves`` are in the order of the first step. ``device`` is the
-    TensorDict's, which may be None: each leaf names its own.
+    ``nodes`` are the TensorDicts of a step, the root first and parents before children: each one's path, and its batch
+    dimensions beyond the environment's. ``leaves`` are in the order of the first step. ``device`` is the TensorDict's;
+    it may be None, because each leaf has its own.
     """
 
     batch_size: torch.Size
@@ -46,19 +49,19 @@ class BatchLayout:
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
-        """Of the leaves in the batch, in their order: ``[*batch_size, steps, …]``."""
+        """The shape of each leaf in the batch, ``[*batch_size, steps, …]``, in the order of ``leaves``."""
         n = len(self.batch_size)
         return [torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]]) for leaf in self.leaves]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves of the batch, without padding between them."""
-        return self.steps * sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves)
+        """Bytes of all leaves of the batch, without padding."""
+        return self.steps * sum(leaf.nbytes for leaf in self.leaves)
 
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
-        """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied. Raises ValueError."""
+        """A batch of these tensors, in the order of ``leaves``, without copying. Raises ValueError: wrong shape."""
         size = torch.Size([*self.batch_size, self.steps])
-        # Without TensorDict's checks of each entry, a batch of one frame of a CartPole takes 272 µs instead of 366.
+        # Skipping TensorDict's checks of each entry makes a batch of one CartPole frame in 272 µs instead of 366.
         parts: dict[Path, TensorDict] = {}
         for path, tail in self.nodes:
             names = [*[None] * len(self.batch_size), "time", *[None] * len(tail)]
@@ -72,7 +75,7 @@ class BatchLayout:
         return parts[()]
 
     def tensors(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """The leaves of a batch that was built so, in the order of ``leaves``."""
+        """The leaves of a batch that :meth:`build` made, in the order of ``leaves``."""
         parts: dict[Path, Any] = {(): batch}
         for path, _ in self.nodes[1:]:
             parts[path] = parts[path[:-1]]._get_str(path[-1], None)
@@ -80,18 +83,19 @@ class BatchLayout:
 
 
 def empty_batch(layout: BatchLayout) -> TensorDict:
-    """Uninitialised private memory for one batch: the default ``allocate``."""
+    """A batch in uninitialised memory of this process; the default ``allocate``."""
     forms = zip(layout.leaves, layout.shapes, strict=True)
     return layout.build(torch.empty(shape, dtype=leaf.dtype, device=leaf.device) for leaf, shape in forms)
 
 
 def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device | None = None) -> BatchLayout | None:
-    """The layout of a batch (time last), or of one of so many ``steps`` like this one, on a device (None: each leaf
-    where it is). None where none describes it: lazy stacks, entries that are no tensors."""
+    """The layout of a batch ``td``, time last. With ``steps``: the layout of a batch of this many steps like ``td``, on
+    ``device`` (None: each leaf stays on its device). None: no layout describes ``td``, because it has lazy stacks or
+    entries that are no tensors."""
     size, n = td.batch_size, td.batch_dims
     leaves: list[Leaf] = []
     parts: list[tuple[Path, Any]] = [((), td)]
-    for path, part in parts:  # and those that are added meanwhile
+    for path, part in parts:  # the loop itself adds nested TensorDicts to the list
         if type(part) is not TensorDict or part.batch_size[:n] != size:
             return None
         for name, value in part.items():
@@ -110,9 +114,9 @@ def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device
 
 
 def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], taken: Container[str]) -> None:
-    """Check the keys of the environment ``name``. ``taken``: where a step has something else, at its root or under
-    "next". Raises ValueError: an observation or action is there; or one of each has the same place, or is inside the
-    other."""
+    """Check the keys of the environment ``name``. ``taken``: keys that a step uses for something else, at its root or
+    under "next". Raises ValueError: an observation or action uses such a key; or an observation and an action have the
+    same key, or one is inside the other."""
     remedy = "rename one of them, in the environment or by a wrapper such as gymnasium.wrappers.TransformObservation"
     observed, acting = list(observations), list(actions)
     for kind, keys in (("observation", observed), ("action", acting)):

@@ -1,4 +1,4 @@
-"""Profiles of rollouts, by torch's profiler: what is recorded, and the profiler of one collector.
+"""Profiles of rollouts with torch's profiler: the configuration, and the profiler of one collector.
 
 Names and defaults follow TorchRL's ``ProfileConfig``.
 """
@@ -23,7 +23,7 @@ _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
 @dataclass
 class ProfileConfig:
-    """What :meth:`asyncsync.collectors.Collector.enable_profile` records, which describes each of these.
+    """The arguments of :meth:`asyncsync.collectors.Collector.enable_profile`, which describes each of them.
 
     Raises:
         ValueError: no rollout would be recorded, or an activity is unknown.
@@ -45,13 +45,15 @@ class ProfileConfig:
         if self.warmup_rollouts < 0:
             raise ValueError(f"warmup_rollouts must be at least 0, not {self.warmup_rollouts}")
         if self.num_rollouts <= self.warmup_rollouts:
-            counts = f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts})"
-            raise ValueError(f"{counts}, which are not recorded")
+            raise ValueError(
+                f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts}), "
+                "because warm-up rollouts are not recorded"
+            )
         if unknown := [name for name in self.activities if name.lower() not in _ACTIVITIES]:
             raise ValueError(f"unknown activities {unknown}: choose from {list(_ACTIVITIES)}")
 
     def get_save_path(self, worker_idx: int | str) -> Path:
-        """Path of this worker's trace."""
+        """The path of this worker's trace."""
         path = "./collector_profile_{worker_idx}.json" if self.save_path is None else str(self.save_path)
         return Path(path.format(worker_idx=worker_idx))
 
@@ -66,11 +68,11 @@ class ProfileConfig:
 
 
 class RolloutProfiler:
-    """Records the rollouts of one collector as its configuration says; ``name`` stands for ``{worker_idx}``.
+    """Records the rollouts of one collector. ``name`` replaces ``{worker_idx}`` in the trace's path.
 
-    torch records the thread that has begun a profile, and only that thread can end it.
+    torch records only the thread that began a profile, and only that thread can end it.
 
-    Raises ValueError: there is nothing to record on this machine; OSError: the trace's directory cannot be made.
+    Raises ValueError: this machine can record none of the activities; OSError: the trace's directory cannot be created.
     """
 
     def __init__(self, config: ProfileConfig, name: str) -> None:
@@ -87,12 +89,12 @@ class RolloutProfiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a profile was begun, and has not ended."""
+        """Whether a profile has begun and not ended."""
         return self._profile is not None
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """A block for one rollout. Its end may write the trace, and raises what that raises."""
+        """A block for one rollout. Its end may write the trace; errors of that propagate."""
         if self._is_over:
             self.stop()
             yield
@@ -107,9 +109,10 @@ class RolloutProfiler:
 
     def _begin(self) -> None:
         config = self._config
+        path = str(self._path)
         begun = profile(
             activities=config.get_activities(),
-            on_trace_ready=self._save if config.on_trace_ready is None else config.on_trace_ready,
+            on_trace_ready=config.on_trace_ready or (lambda recorded: recorded.export_chrome_trace(path)),
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
@@ -118,12 +121,9 @@ class RolloutProfiler:
         begun.start()
         self._profile, self._thread = begun, threading.current_thread()
 
-    def _save(self, recorded: Any) -> None:
-        recorded.export_chrome_trace(str(self._path))
-
     def stop(self) -> None:
-        """End the profile, and write what was recorded: now, in the thread that has begun it; any other leaves it to
-        that thread's next call or rollout. What was recorded ends with the thread. Idempotent."""
+        """End the profile and write the trace, if this thread began it. Otherwise, that thread does both when it next
+        calls this or rolls out; if it has ended, the recording is lost. Idempotent."""
         self._is_over = True
         if self._thread is None or (self._thread is not threading.current_thread() and self._thread.is_alive()):
             return

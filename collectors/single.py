@@ -1,7 +1,7 @@
-"""Collector: one environment (or a batch of them), one policy, in this process.
+"""Collector: steps one environment, or a batch of them, with one policy in this process.
 
-A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
-(``start()``), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
+A rollout runs on the caller's thread (``for``), on the collector's daemon thread (``async for``), or on the thread of
+``start()``. :mod:`asyncsync.collectors.rollout.lock` lets only one rollout run at a time.
 
 Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages.
 """
@@ -24,6 +24,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.arguments import declared
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     DEVICES,
     RolloutArguments,
@@ -31,14 +32,14 @@ from asyncsync.collectors.arguments import (
     check_policy,
     check_policy_factory,
 )
-from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
+from asyncsync.collectors.options import CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, chosen_collector
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
+from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
+from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.collectors.workers.control_page import page_at
 from asyncsync.errors import ClosedError
@@ -46,39 +47,36 @@ from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_a
 
 _log = logging.getLogger("asyncsync")
 
-CONNECT_SECONDS = 60.0
-"""How long the constructor waits for the other side of schemes."""
 
-
-class Collector(BaseCollector, metaclass=Chooses):
-    """Steps an environment with a policy, in this process; with ``backend=`` or ``num_collectors=``, makes a collector
-    with workers instead."""
+class Collector(BaseCollector, metaclass=ChoosingMeta):
+    """Steps an environment with a policy, in this process. With ``backend=`` or ``num_collectors=``, the call makes a
+    collector with workers instead."""
 
     policy: nn.Module
     _arguments: RolloutArguments
 
-    env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
-    device = _part("_rollouts.devices.device")
-    storing_device = _part("_rollouts.devices.storing")
-    policy_device = _part("_rollouts.devices.policy")
-    env_device = _part("_rollouts.devices.env")
-    no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
-    frames_per_batch = _part("_arguments.steps", "Steps of the environment in a rollout.")
-    requested_frames_per_batch = _part("_arguments.requested_frames_per_batch", "Frames of a rollout.")
-    max_frames_per_traj = _part("_arguments.max_frames_per_traj")
-    reset_at_each_iter = _part("_arguments.reset_at_each_iter")
-    track_traj_ids = _part("_arguments.track_traj_ids")
-    exploration_type = _part("_arguments.exploration_type")
-    set_truncated = _part("_arguments.set_truncated")
-    extend_buffer = _part("_arguments.extend_buffer")
-    max_lag = _part("_arguments.max_lag")
-    _collected = _part("_rollouts.frames")
-    compact_obs = _part("_arguments.compact_obs")
-    interruptor = _part("_arguments.interruptor")
+    env = _delegated("_rollouts.env", "The environment, on its device and with its limit of steps.")
+    device = _delegated("_rollouts.devices.device")
+    storing_device = _delegated("_rollouts.devices.storing")
+    policy_device = _delegated("_rollouts.devices.policy")
+    env_device = _delegated("_rollouts.devices.env")
+    no_cuda_sync = _delegated("_rollouts.devices.no_cuda_sync")
+    frames_per_batch = _delegated("_arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _delegated("_arguments.requested_frames_per_batch", "Frames of a rollout.")
+    max_frames_per_traj = _delegated("_arguments.max_frames_per_traj")
+    reset_at_each_iter = _delegated("_arguments.reset_at_each_iter")
+    track_traj_ids = _delegated("_arguments.track_traj_ids")
+    exploration_type = _delegated("_arguments.exploration_type")
+    set_truncated = _delegated("_arguments.set_truncated")
+    extend_buffer = _delegated("_arguments.extend_buffer")
+    max_lag = _delegated("_arguments.max_lag")
+    _num_frames = _delegated("_rollouts.frames")
+    compact_obs = _delegated("_arguments.compact_obs")
+    interruptor = _delegated("_arguments.interruptor")
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return by_backend(args, kwargs) if cls is Collector else None  # a subclass is what it is
+        return chosen_collector(args, kwargs) if cls is Collector else None  # a subclass makes its own objects
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorOptions]) -> None:
@@ -87,19 +85,19 @@ class Collector(BaseCollector, metaclass=Chooses):
         Args:
             create_env_fn: an environment, a callable that returns one, a Gymnasium id, or a list with one of these; see
                 :mod:`asyncsync.collectors.envs.environment`.
-            policy: a module or another callable. None: :class:`RandomPolicy`. Unless it is a ``TensorDictModuleBase``
-                or its ``forward`` takes one TensorDict, it is wrapped in a ``TensorDictModule`` that reads the
-                observations and writes the actions.
+            policy: a module or another callable. None: :class:`RandomPolicy`. A policy that neither is a
+                ``TensorDictModuleBase`` nor has a ``forward`` that takes one TensorDict is wrapped in a
+                ``TensorDictModule``, which reads the observations and writes the actions.
 
         Raises:
             TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the
                 policy.
         """
         given: dict[str, Any] = {**options}
-        if chosen := [f"{name}=" for name in SELECTORS if given.pop(name) is not None]:
+        if chosen := [f"{name}=" for name in CHOOSING_OPTIONS if given.pop(name) is not None]:
             raise TypeError(
                 f"{' and '.join(chosen)} would choose another class than the subclass {type(self).__name__}: construct "
-                "MultiSyncCollector or MultiAsyncCollector instead"
+                "a MultiSyncCollector or MultiAsyncCollector instead"
             )
         super().__init__(given.pop("pre_collect_hook"), given.pop("post_collect_hook"), given["worker_idx"])
         policy_factory, env_kwargs = given.pop("policy_factory"), given.pop("create_env_kwargs")
@@ -108,18 +106,18 @@ class Collector(BaseCollector, metaclass=Chooses):
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
         self._arguments = arguments = RolloutArguments(**given)
-        self._trajectories = check_trajectories(**given)  # None: rollouts are handed out
+        self._trajectories = check_trajectories(**given)  # None: each rollout is a batch
         if arguments.return_same_td and arguments.replay_buffer is not None:
-            raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
+            raise TypeError("return_same_td is for batches, but replay_buffer gets them: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
         check_devices({name: given[name] for name in DEVICES})
-        self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
-        self._free: threading.Thread | None = None  # collects in the background
+        self._has_fixed_batches = self._trajectories is None or arguments.replay_buffer is not None
+        self._background_thread: threading.Thread | None = None  # runs while start() collects
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock)
-        self._iter = -1  # rollouts before the newest one; -1: there was none
+        self._newest_index = -1  # index of the newest rollout; -1: there was none
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
@@ -132,16 +130,17 @@ class Collector(BaseCollector, metaclass=Chooses):
                 rollouts.env = primed(env, made)
             rollouts.set_up()
             self._original_policy = as_module(made, rollouts.env)
-            self.policy = placed(self._original_policy, rollouts.devices.policy, trust=bool(arguments.trust_policy))
+            trust = bool(arguments.trust_policy)
+            self.policy = moved_policy(self._original_policy, rollouts.devices.policy, trust=trust)
             rollouts.set_policy(self.policy)
-            arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
-            sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
+            arguments.postproc = moved_postproc(arguments.postproc, rollouts.devices.storing)
+            sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered_model)
             self._set_up_senders(schemes, updater, sources)
-            self._connect_senders(CONNECT_SECONDS)
+            self._connect_senders(DEFAULT_TIMEOUT)
             if receives is not None:
                 self.register_scheme_receiver(receives)
         except BaseException:
-            self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
+            self.shutdown(close_env=not environments.is_given(create_env_fn))  # the user's own environment stays open
             raise
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
@@ -150,18 +149,18 @@ class Collector(BaseCollector, metaclass=Chooses):
         """One rollout, ``[*env.batch_size, time]``, whose last dimension is named "time". None: its frames were added
         to the replay buffer.
 
-        Calls ``pre_collect_hook`` first. Applies neither ``split_trajs`` nor ``postproc``. Counts only frames that it
-        adds to the replay buffer.
+        Calls ``pre_collect_hook`` first. Does not apply ``split_trajs`` and ``postproc``. Counts only frames for the
+        replay buffer.
 
         Raises:
             ClosedError: the collector was shut down.
             RuntimeError: another thread is collecting.
-            Exception: the environment or the policy raised it; the next rollout goes on from the step before. Or a
-                hook raised it, which ends collection.
+            Exception: the environment or the policy raised it, and the next rollout continues from the step before. Or
+                a hook raised it, which ends collection.
         """
-        return self._lock.in_turn(self._hooked_rollout)
+        return self._lock.run_rollout(self._rollout_with_hook)
 
-    def _hooked_rollout(self) -> TensorDictBase | None:
+    def _rollout_with_hook(self) -> TensorDictBase | None:
         if (hook := self.pre_collect_hook) is not None:
             self._call_hook(hook)
         try:
@@ -169,7 +168,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 return self._rollouts.roll()
         except KeyError as error:
             if "is_init" in str(error):
-                error.add_note(WITHOUT_INIT)
+                error.add_note(IS_INIT_HINT)
             raise
 
     def _call_hook(self, hook: Callable[..., object], *batch: TensorDictBase) -> None:
@@ -180,35 +179,35 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise
 
     def _next_batch(self) -> TensorDictBase | None:
-        return self._lock.in_turn(self._whole_batch)
+        return self._lock.run_rollout(self._collect_batch)
 
-    def _whole_batch(self) -> TensorDictBase | None:
-        """Rollouts until there is a batch for the caller; None: its frames went to the replay buffer, or all frames
+    def _collect_batch(self) -> TensorDictBase | None:
+        """Roll out until there is a batch for the caller. None: the frames went into the replay buffer, or all frames
         are collected and too few trajectories have ended."""
-        whole, buffer = self._trajectories, self._arguments.replay_buffer
-        batch = whole.pop() if whole is not None and buffer is None else None
+        trajectories, buffer = self._trajectories, self._arguments.replay_buffer
+        batch = trajectories.pop() if trajectories is not None and buffer is None else None
         while batch is None:
             batch = self._processed_rollout()
-            if whole is not None:
-                batch = whole.pop()
+            if trajectories is not None:
+                batch = trajectories.pop()
             while buffer is not None and batch is not None:
                 buffer.extend(batch)
-                batch = None if whole is None else whole.pop()
+                batch = None if trajectories is None else trajectories.pop()
             if self._has_all_frames:
                 try:
                     self._close_environment()
-                except Exception as error:  # the batch is whole: shutdown() raises it
+                except Exception as error:  # the caller still gets the batch; shutdown() raises the error
                     self._close_error = error
             if buffer is not None or self._has_all_frames:
                 break
         return batch
 
     def _processed_rollout(self) -> TensorDictBase | None:
-        """A rollout and what the user's code makes of it; None: its frames were added to the replay buffer."""
+        """A rollout after ``split_trajs``, ``postproc`` and the hook. None: its frames are in the replay buffer."""
         arguments, rollouts = self._arguments, self._rollouts
-        self._iter += 1
+        self._newest_index += 1
         try:
-            batch = self._hooked_rollout()
+            batch = self._rollout_with_hook()
             if batch is not None:
                 rollouts.frames += batch.numel()
                 batch = processed(batch, arguments.postproc, split_trajs=arguments.split_trajs)
@@ -216,7 +215,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                     self._call_hook(hook, batch)
                 if self._trajectories is not None:
                     self._trajectories.take(batch)
-        except BaseException:  # the environment has made steps that nobody gets
+        except BaseException:  # frames of the current trajectories are lost
             if self._trajectories is not None:
                 self._trajectories.lose_rollout(rollouts.carrier.labels.get("traj_ids"))
             raise
@@ -231,8 +230,8 @@ class Collector(BaseCollector, metaclass=Chooses):
         is_ready = self._trajectories is not None and self._trajectories.is_ready
         return self._has_all_frames and self._pending is None and not is_ready
 
-    def _is_end(self, batch: TensorDictBase | None) -> bool:
-        """Whether there was no batch any more: only a replay buffer takes them all."""
+    def _means_end(self, batch: TensorDictBase | None) -> bool:
+        """Whether this result means that there are no more batches. With a replay buffer, every result is None."""
         return batch is None and self._arguments.replay_buffer is None
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
@@ -240,38 +239,38 @@ class Collector(BaseCollector, metaclass=Chooses):
             if (pending := self._pending) is None:
                 found = [self._next_batch()]
             else:
-                self._check_can_wait()  # left by a cancelled `async for`
+                self._check_can_wait()  # a cancelled `async for` left this batch
                 until_done(pending)
                 self._pending = None
                 found = [pending.result()]
             del pending
-            if self._is_end(found[0]):
+            if self._means_end(found[0]):
                 return
-            yield found.pop()  # not kept here: its memory is free when the user lets go of it
+            yield found.pop()  # keep no reference, so that the memory is free when the user drops the batch
 
     async def __anext__(self) -> TensorDictBase | None:
-        # The rollout belongs to no caller: one that is cancelled while it runs leaves it to the next.
+        # A caller that is cancelled during a rollout leaves that rollout to the next caller.
         while not self._exhausted:
             self._check_can_wait()
             if self._pending is None:
-                self._check_open()  # the thread that has ended with shutdown() must not begin anew
+                self._check_open()  # after shutdown(), call() would start the thread anew
                 self._pending = self._thread.submit_concurrent(self._next_batch)
             pending = self._pending
             await until_done_async(pending)
             if self._pending is pending:
                 self._pending = None
-                if self._is_end(batch := pending.result()):
+                if self._means_end(batch := pending.result()):
                     break
                 return batch
         raise StopAsyncIteration
 
     def _check_can_wait(self) -> None:
-        """Raises RuntimeError: this thread would wait for ever for a batch that it keeps from coming itself."""
+        """Raises RuntimeError: this thread would wait for ever, because it pauses the collector itself."""
         if self._pending is None or not self._pending.done():
-            self._lock.check_caller()
+            self._lock.check_caller_can_wait()
 
-    def _run_free(self) -> None:
-        """Collect all batches, in the background. What ends that is kept, unless it is the collector's end."""
+    def _collect_in_background(self) -> None:
+        """Collect all batches. Keep the error that ends this, unless it is the collector's own shutdown."""
         try:
             try:
                 for _ in self.iterator():
@@ -281,26 +280,28 @@ class Collector(BaseCollector, metaclass=Chooses):
         except BaseException as error:
             if not (isinstance(error, ClosedError) and self.closed):
                 _log.exception("an error ended collection in the background")
-                self.free_error = error
+                self.background_error = error
 
-    def _set_free(self) -> None:
+    def _start_background(self) -> None:
         if not self.is_running():
-            self._free = threading.Thread(target=self._run_free, name="asyncsync-collector-free", daemon=True)
-            self._free.start()
+            self._background_thread = threading.Thread(
+                target=self._collect_in_background, name="asyncsync-collector-free", daemon=True
+            )
+            self._background_thread.start()
 
     def is_running(self) -> bool:
-        return self._free is not None and self._free.is_alive()
+        return self._background_thread is not None and self._background_thread.is_alive()
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
-        self.raise_free_error()
-        return self._lock.standing(ANSWER_SECONDS, owner)
+        self.raise_background_error()
+        return self._lock.between_steps(ANSWER_SECONDS, owner)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
-    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+    def become_worker(self, signals: Signals, allocate: Callable[[Any], TensorDictBase | None]) -> None:
         self._rollouts.signals = signals
-        self._rollouts.buffer.allocate = sink
-        self.acting_weights.counted_above = signals.counted
+        self._rollouts.buffer.allocate = allocate
+        self.acting_weights.updater_versions = signals.updater_versions
 
     def follow_versions(self, place: Any, index: int) -> None:
         self.acting_weights.newest_above = None if place is None else partial(page_at(place).newest, index)
@@ -314,15 +315,15 @@ class Collector(BaseCollector, metaclass=Chooses):
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
-        self._iter += 1
+        self._newest_index += 1
         rollouts.frames += batch.numel()
         return batch, batch.numel()
 
     def end_waits(self, timeout: float, close_env: bool) -> None:
-        self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
+        self._end_weights(timeout)  # it waits only for weights; between two steps, its signals tell it to stop
 
     def record(self, config: ProfileConfig | None, name: str) -> None:
-        with self._lock.standing(ANSWER_SECONDS):
+        with self._lock.between_steps(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
                 return
@@ -344,14 +345,14 @@ class Collector(BaseCollector, metaclass=Chooses):
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
-        with self._lock.standing(timeout):
+        with self._lock.between_steps(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
             return following
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Reset the environments, which begin new trajectories. With ``trajs_per_batch``, trajectories that the reset
-        breaks off are dropped. A reset of all environments also drops whole trajectories that were not handed out yet.
+        """Reset the environments, which begin new trajectories. With ``trajs_per_batch``, this drops the trajectories
+        that it breaks off. A reset of all environments also drops whole trajectories that no caller has got yet.
 
         Args:
             index: environments of the batch to reset; anything that indexes a tensor of the batch's shape. None: all.
@@ -359,9 +360,9 @@ class Collector(BaseCollector, metaclass=Chooses):
 
         Raises:
             ValueError: an index was given, but there is only one environment.
-            AckTimeout: the step under way did not end within 60 s.
+            AckTimeout: the current step did not end within 60 s.
         """
-        with self._lock.standing(ANSWER_SECONDS):
+        with self._lock.between_steps(ANSWER_SECONDS):
             self._reset(index, kwargs)
 
     def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
@@ -373,19 +374,19 @@ class Collector(BaseCollector, metaclass=Chooses):
                 self._trajectories.break_off(broken_off)
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        with self._lock.standing(timeout):
+        with self._lock.between_steps(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=self._arguments.split_trajs)
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        with self._lock.standing(timeout, if_open=False), self.acting_weights.holds():
+        with self._lock.between_steps(timeout, if_open=False), self.acting_weights.holds():
             rollouts = self._rollouts
-            stateful = getattr(rollouts.env, "transform", rollouts.env)  # of a TransformedEnv, the transforms
+            stateful = getattr(rollouts.env, "transform", rollouts.env)  # of a TransformedEnv, save the transforms
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
                 "env_state_dict": _copied(stateful.state_dict() if hasattr(stateful, "state_dict") else {}),
                 "frames": rollouts.frames,
-                "iter": self._iter,
+                "iter": self._newest_index,
                 "versions": self._versions(),
             }
             if self._arguments.track_traj_ids:
@@ -402,34 +403,34 @@ class Collector(BaseCollector, metaclass=Chooses):
 
         def load_policy() -> None:
             self.policy.load_state_dict(state["policy_state_dict"], strict=strict)
-            # Where no scheme counts: the frames that follow are not the earlier ones' version.
+            # Without schemes: the next frames must not get the version of earlier ones.
             self.increment_version()
 
-        with self._lock.standing(timeout):
+        with self._lock.between_steps(timeout):
             if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
                 rollouts.env.load_state_dict(env_state)
             if "versions" in state:
-                self._carry_on(state["versions"])
+                self._restore_versions(state["versions"])
             if "policy_state_dict" in state:
                 self.acting_weights.apply(load_policy)
             has_stepped = rollouts.frames > 0
             rollouts.frames = state.get("frames", rollouts.frames)
-            self._iter = state.get("iter", self._iter)
+            self._newest_index = state.get("iter", self._newest_index)
             if rollouts.arguments.track_traj_ids and "traj_pool" in state:
                 rollouts.traj_pool.load_state_dict(state["traj_pool"])
             if has_stepped or rollouts.carrier.is_lost:
                 rollouts.reset()
-            else:  # the first observations are there
+            else:  # the environment has just been reset
                 rollouts.carrier.begin(rollouts.carrier.root)
             if self._trajectories is not None:
                 self._trajectories.clear()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _registered(self, model_id: str) -> Any:
-        # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
-        acts = model_id in self.acting_weights.schemes
-        return find_model(self, model_id, self.policy if acts else self._original_policy)
+    def _registered_model(self, model_id: str) -> Any:
+        # The acting model may be a copy on another device. If it receives weights, the original is out of date.
+        is_received = model_id in self.acting_weights.schemes
+        return find_model(self, model_id, self.policy if is_received else self._original_policy)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -437,23 +438,23 @@ class Collector(BaseCollector, metaclass=Chooses):
         deadline = time.monotonic() + timeout
         self.closed = True
         afterwards: Callable[[], None] = self._close_environment if close_env else lambda: None
-        with ExitStack() as ending:  # each part, whatever another one raises; the last one that is named comes first
+        with ExitStack() as ending:  # ends every part even if another one raises; the last callback runs first
             ending.callback(lambda: self._end_weights(max(0.0, deadline - time.monotonic())))
-            ending.callback(self._thread.abandon, self._end_profile)  # of `async for`, after the work it has begun
-            ending.callback(self._end_profile)  # in whichever thread it was begun
+            ending.callback(self._thread.abandon, self._end_profile)  # the thread of `async for` may own the profile
+            ending.callback(self._end_profile)
             if self._lock.close(timeout, afterwards):
-                if self._free is not None and self._free is not threading.current_thread():
-                    join(self._free, deadline - time.monotonic())
+                if self._background_thread is not None and self._background_thread is not threading.current_thread():
+                    join(self._background_thread, deadline - time.monotonic())
                 afterwards()
             else:
                 _log.warning(
-                    "%s.shutdown(): the step under way did not end in time; its thread will close the environment",
+                    "%s.shutdown(): the current step did not end in time; its thread will close the environment",
                     type(self).__name__,
                 )
-        self.raise_free_error()
+        self.raise_background_error()
 
     def _close_environment(self) -> None:
-        """Close the environment, once. Raises what it raises, here or after the last batch."""
+        """Close the environment, once. Raises the error of this close, or of the close after the last batch."""
         error, self._close_error = self._close_error, None
         if error is not None:
             raise error
@@ -469,7 +470,7 @@ def _copied(state: Any) -> Any:
         return state.clone()
     if not isinstance(state, Mapping):
         return copy.deepcopy(state)
-    mine: Any = copy.copy(state)  # with what a module's has beside its entries: the versions of its parts
+    mine: Any = copy.copy(state)  # keeps attributes, such as the _metadata of a module's state dict
     for key, value in state.items():
         mine[key] = _copied(value)
     return mine

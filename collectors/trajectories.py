@@ -1,5 +1,5 @@
-"""Trajectories: their identifiers, where they end, batches split by them, and whole ones put together of rollouts; what
-is done with a batch before a user gets it.
+"""Trajectories: their identifiers and ends, splitting batches by trajectory, and assembling whole trajectories from
+rollouts. Also the processing of a batch before the user gets it.
 
 Names and results follow TorchRL's "Collector Internals" page (Trajectory IDs), ``split_trajectories``, and its
 collectors' ``trajs_per_batch``, ``trajs_per_write`` and ``traj_format``.
@@ -17,28 +17,28 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 from torch.nn.utils.rnn import pad_sequence
 
-from asyncsync.collectors.arguments import whole
+from asyncsync.collectors.arguments import whole_number
 
 Key = str | tuple[str, ...]
 FLAGS = ("done", "terminated", "truncated")
-"""By which environments mark a trajectory's end."""
+"""The names of flags with which environments mark the end of a trajectory."""
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 
-REMEMBERED = 10_000
-"""Rollouts that a trajectory of which frames are missing is remembered for after the last one that had steps of it: a
-reset may have ended it, or its worker is so much slower than the others."""
+REMEMBERED_ROLLOUTS = 10_000
+"""A trajectory with missing frames is forgotten this many rollouts after the last one that had steps of it. It may
+never end, because a reset may have cut it off; but if its worker is slow, its end comes late."""
 
 
 def path_of(key: Key) -> tuple[str, ...]:
-    """A key as a tuple of names."""
+    """The key as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 class _TrajectoryPool:
-    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads; :meth:`advance` is overridden to
-    share one between processes. It never goes back, since several collectors may share it, and each load its own saved
-    state."""
+    """Hands out trajectory identifiers 0, 1, 2, …, each once. Thread-safe. A subclass overrides :meth:`advance` to
+    share the counter between processes. It never goes back, because several collectors may share it, and each may
+    load its own saved state."""
 
     _step = 1
 
@@ -52,12 +52,12 @@ class _TrajectoryPool:
         return ids if device is None else ids.to(device)
 
     def draw(self, n: int) -> np.ndarray[Any, Any]:
-        """The same, in a fifth of the time."""
+        """The same as a NumPy array, in a fifth of the time."""
         first = self.advance(n)
         return np.arange(first, first + n * self._step, self._step)
 
     def advance(self, n: int, least: int = 0) -> int:
-        """Raise the counter to ``least`` where it is below, add ``n``, and return what it was before adding."""
+        """Raise the counter to ``least`` if it is lower, then add ``n``. Returns the counter before adding."""
         with self._lock:
             first = max(self._next, least)
             self._next = first + n
@@ -68,13 +68,13 @@ class _TrajectoryPool:
         return {"traj_id": torch.tensor(self.advance(0))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, or from here if that is further."""
+        """Continue from a result of :meth:`state_dict`, unless the counter is already higher."""
         self.advance(0, least=int(state_dict["traj_id"]))
 
 
 class StridedPool(_TrajectoryPool):
-    """Every ``step``-th identifier, from ``first`` on: what several pools with one step and different firsts hand out
-    is unique, wherever they are. ``pool`` counts."""
+    """Hands out every ``step``-th identifier, from ``first`` on. So pools with the same step and different firsts never
+    hand out the same identifier, even in different processes. ``pool`` is the counter."""
 
     def __init__(self, pool: _TrajectoryPool, first: int, step: int) -> None:
         self._pool, self._first, self._step = pool, first, step
@@ -85,15 +85,14 @@ class StridedPool(_TrajectoryPool):
 
 
 def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:
-    """Where a trajectory ends: bool, shape ``data.batch_size``; True where any key has a True. Raises KeyError: one is
-    missing."""
+    """A mask of ``data.batch_size``: True where any of these keys has a True. Raises KeyError: a key is missing."""
     n = data.batch_dims
     ended: torch.Tensor | None = None
     for key in done_keys:
         done = data.get(key, None)
         if done is None:
             raise KeyError(
-                f"the environment's step has no {key!r} under 'next' to mark a trajectory's end (it has "
+                f"the environment's step has no {key!r} under 'next' to mark the end of a trajectory (it has "
                 f"{sorted(map(str, data.keys()))}): let step_and_maybe_reset() set it (bool, [*batch_size, 1]), or "
                 "name the environment's own flags in its done_keys"
             )
@@ -105,16 +104,16 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
     return ended
 
 
-def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A mask of the batch's shape, with dimensions added for ``torch.where`` with an entry."""
+def mask_like(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The mask, of the batch's shape, with added dimensions so that it broadcasts with an entry of the batch."""
     return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
 
 def zeroed(value: Any, mask: torch.Tensor) -> Any:
-    """An entry, a tensor or TensorDict, with zeros where the mask of the batch's shape is True."""
+    """The entry, a tensor or TensorDict, with zeros where the mask, of the batch's shape, is True."""
     if isinstance(value, TensorDictBase):
         return value.apply(lambda each: zeroed(each, mask))
-    return torch.where(beside(mask, value), torch.zeros_like(value), value)
+    return torch.where(mask_like(mask, value), torch.zeros_like(value), value)
 
 
 def split_trajectories(
@@ -124,16 +123,16 @@ def split_trajectories(
     trajectory_key: Key | None = None,
     done_key: Key | None = None,
 ) -> TensorDictBase:
-    """One row per trajectory, zero-padded: ``[*batch, T]`` becomes ``[trajectories, longest]``.
+    """Split a batch into one row per trajectory, zero-padded: ``[*batch, T]`` becomes ``[trajectories, longest]``.
 
-    A batch with one trajectory per row keeps its shape (``[T]`` becomes ``[1, T]``). Padding steps, by the mask of a
-    batch that was cut or split before, belong to no trajectory.
+    A batch with one trajectory per row keeps its shape (``[T]`` becomes ``[1, T]``). If the batch has a mask, because
+    it was cut or split before, its padding steps belong to no trajectory.
 
     Args:
         rollout_tensordict: a batch, time last. It is not changed.
         prefix: key under which to read ``"traj_ids"`` and to write ``"mask"`` (bool, False on padding). None:
             ``"collector"`` if the batch has that key, else the root.
-        trajectory_key: key of the trajectory ids instead. The mask is written beside them.
+        trajectory_key: key of the trajectory ids, instead of ``prefix``. The mask is written beside them.
         done_key: if there are no ids, ``("next", done_key)`` marks the ends of trajectories, and ids are written. None:
             ``"done"``.
 
@@ -162,10 +161,10 @@ def split_trajectories(
 
 
 def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
-    """Identifiers counted along time, and on over the rows."""
-    done = batch.get(done_key)
+    """New identifiers, counted along time and from row to row."""
+    done = batch[done_key]
     ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
-    ends[..., -1] = True  # where a row ends, a trajectory does
+    ends[..., -1] = True  # the end of a row ends its trajectory
     before: torch.Tensor = ends.flatten().cumsum(0) - ends.flatten().long()
     return before.reshape(ends.shape)
 
@@ -177,7 +176,7 @@ def _is_plain(flat: TensorDictBase) -> bool:
 
 
 def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
-    """Trajectories of these lengths, one after another in ``flat``, as ``[trajectories, longest]``, with zeros."""
+    """Trajectories that lie one after another in ``flat``, as ``[trajectories, longest]``, zero-padded."""
     longest = max(lengths)
     if not _is_plain(flat):
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
@@ -185,13 +184,13 @@ def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
     def together(value: torch.Tensor) -> torch.Tensor:  # instead of one small TensorDict per trajectory
         return pad_sequence([*torch.split(value, lengths)], batch_first=True)
 
-    # The names too are those of a stack of padded rows.
+    # apply() drops dimension names, as a stack of padded rows would.
     stacked: TensorDictBase = flat.apply(together, batch_size=[len(lengths), longest])
     return stacked
 
 
 def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, split_trajs: bool) -> TensorDictBase:
-    """The batch split, then postprocessed, then without entries whose names begin with an underscore. Raises TypeError:
+    """Split the batch, call ``postproc``, and drop entries whose names begin with an underscore. Raises TypeError:
     postproc returned no TensorDict."""
     if split_trajs:
         batch = split_trajectories(batch, prefix="collector")
@@ -203,8 +202,8 @@ def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, s
     return batch.exclude(*private, inplace=True) if private else batch
 
 
-def on_device(postproc: Any, device: torch.device | None) -> Any:
-    """The postproc, moved to where batches are if it can be moved."""
+def moved_postproc(postproc: Any, device: torch.device | None) -> Any:
+    """The postproc, moved to the device of batches if it has a method ``to``."""
     if device is None or not hasattr(postproc, "to"):
         return postproc
     there = postproc.to(device)
@@ -215,115 +214,110 @@ def on_device(postproc: Any, device: torch.device | None) -> Any:
 
 
 class _State(NamedTuple):
-    """Trajectories: the pieces of those that have begun, by identifier; those that have ended; and the identifiers of
-    those of which frames are missing, each with the last rollout that may have had steps of it. ``taken`` counts
-    rollouts. It is replaced as a whole, so that an interruption leaves all of a rollout, or nothing."""
+    """The state of :class:`WholeTrajectories`, replaced as a whole, so Ctrl-C cannot leave half a rollout."""
 
-    begun: dict[int, list[TensorDictBase]]
+    begun: dict[int, list[TensorDictBase]]  # the pieces of unfinished trajectories, by identifier
     ended: list[TensorDictBase]
-    broken: dict[int, int]
-    taken: int
+    broken: dict[int, int]  # trajectories with missing frames: the last rollout that may have had their steps
+    taken: int  # number of rollouts so far
 
 
 class WholeTrajectories:
-    """Puts the pieces of each trajectory together. A trajectory is whole when the last of its steps says so by
-    ``("next", "done")``, or by ``"terminated"`` or ``"truncated"`` there. Safe in threads.
+    """Assembles whole trajectories from the pieces in rollouts. A trajectory is whole when its last step has
+    ``("next", "done")``, or ``"terminated"`` or ``"truncated"`` there. Thread-safe.
 
     Args:
-        least: trajectories of which there must be so many before they are handed out.
-        most: trajectories that are handed out at once.
-        is_padded: they are handed out as ``[trajectories, longest]``, padded with zeros, with ``("collector",
-            "mask")``; else as ``[frames]``, one after another.
-        ends_early: those that a rollout leaves unfinished will never end: the next one begins with a reset.
+        least: :meth:`pop` returns nothing until this many trajectories have ended.
+        most: :meth:`pop` returns at most this many trajectories.
+        is_padded: True: batches are ``[trajectories, longest]``, zero-padded, with ``("collector", "mask")``. False:
+            ``[frames]``, one trajectory after another.
+        ends_early: a trajectory that a rollout leaves unfinished never ends, because each rollout begins with a reset.
     """
 
     def __init__(self, least: int, most: int, *, is_padded: bool, ends_early: bool = False) -> None:
-        self._least, self._most = least, most
+        self._min_ready, self._max_popped = least, most
         self._is_padded = is_padded
         self._ends_early = ends_early
         self._lock = threading.Lock()
         self._state = _State({}, [], {}, 0)
 
     def take(self, rollout: TensorDictBase) -> None:
-        """Copy the frames of a rollout, time last. Those whose identifier is negative are padding.
-
-        Raises:
-            KeyError: postproc has removed what tells trajectories apart, or what ends them.
-        """
+        """Copy the frames of a rollout, time last. Frames with a negative identifier are padding. Raises KeyError:
+        postproc removed the identifiers or the done flags."""
         found = sorted(_pieces(rollout), key=lambda piece: piece[0])
         with self._lock:
             state = self._state
             begun, ended, taken = dict(state.begun), list(state.ended), state.taken + 1
-            broken = {n: last for n, last in state.broken.items() if last >= taken - REMEMBERED}
+            broken = {n: last for n, last in state.broken.items() if last >= taken - REMEMBERED_ROLLOUTS}
             for number, piece in found:
-                is_over = _ends(piece)
+                is_over = _has_ended(piece)
                 if broken.pop(number, None) is not None:
                     if not is_over:
                         broken[number] = taken
                     continue
                 pieces = [*begun.pop(number, ()), piece]
                 if is_over:
-                    ended.append(_joined(pieces))
+                    ended.append(_concatenated(pieces))
                 else:
                     begun[number] = pieces
             self._state = _State({} if self._ends_early else begun, ended, broken, taken)
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`pop` has something to hand out."""
-        return len(self._state.ended) >= self._least
+        """Whether :meth:`pop` would return trajectories."""
+        return len(self._state.ended) >= self._min_ready
 
     def pop(self) -> TensorDictBase | None:
-        """The trajectories that have ended first; None: there are not enough yet."""
+        """The trajectories that ended first. None: not enough have ended yet."""
         with self._lock:
             if not self.is_ready:
                 return None
             ended = self._state.ended
-            chosen = ended[: self._most]
-            batch = _joined(chosen)
+            chosen = ended[: self._max_popped]
+            batch = _concatenated(chosen)
             if self._is_padded:
                 batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
-            self._state = self._state._replace(ended=ended[self._most :])
+            self._state = self._state._replace(ended=ended[self._max_popped :])
         return batch
 
     def break_off(self, numbers: Iterable[int]) -> None:
-        """Leave out the trajectories with these identifiers: some of their frames will not come."""
+        """Drop the trajectories with these identifiers, because some of their frames will not come."""
         with self._lock:
             broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
             self._state = self._state._replace(begun=begun, broken=broken)
 
-    def break_off_those(self, are: Callable[[int], bool]) -> None:
-        """Leave out the trajectories that have begun and whose identifiers are such."""
-        self.break_off([number for number in self._state.begun if are(number)])
+    def break_off_where(self, condition: Callable[[int], bool]) -> None:
+        """Drop the unfinished trajectories whose identifiers satisfy this condition."""
+        self.break_off([number for number in self._state.begun if condition(number)])
 
     def lose_rollout(self, ids: torch.Tensor | None = None) -> None:
-        """A rollout was lost: leave out all that has not ended, and the trajectories with these identifiers."""
+        """A rollout was lost: drop all unfinished trajectories, and those with these identifiers."""
         self.break_off([*self._state.begun, *([] if ids is None else ids.flatten().tolist())])
 
     def clear(self) -> None:
-        """Environments were reset: leave out all that has come so far."""
+        """Environments were reset: drop all trajectories."""
         self.lose_rollout()
         with self._lock:
             self._state = self._state._replace(ended=[])
 
 
 def check_trajectories(**given: Any) -> WholeTrajectories | None:
-    """What puts trajectories together for a collector with these options; None: nothing does. Raises TypeError,
-    ValueError: options that exclude each other."""
+    """The :class:`WholeTrajectories` for a collector with these options; None: ``trajs_per_batch`` is None. Raises
+    TypeError, ValueError: options exclude each other."""
     count, most, layout = given["trajs_per_batch"], given["trajs_per_write"], given["traj_format"]
     if layout not in (None, "padded", "cat"):
         raise ValueError(f"traj_format must be 'padded' or 'cat', not {layout!r}")
     for name in ("split_trajs", "trajs_per_batch"):
         if given[name] and not given["track_traj_ids"]:
-            raise ValueError(f"{name} needs track_traj_ids=True, because it tells trajectories apart by their ids")
+            raise ValueError(f"{name} needs track_traj_ids=True, because it finds trajectories by their ids")
     if count is None:
         if layout == "cat" or most is not None:
             name = "traj_format" if most is None else "trajs_per_write"
             raise ValueError(f"{name} needs trajs_per_batch: pass trajs_per_batch= too, or leave {name} out")
         return None
-    count = whole("trajs_per_batch", count, 1)
+    count = whole_number("trajs_per_batch", count, 1)
     if given["split_trajs"]:
         raise ValueError("trajs_per_batch and split_trajs exclude each other: leave split_trajs out")
     ends_early = given["reset_at_each_iter"]
@@ -332,13 +326,13 @@ def check_trajectories(**given: Any) -> WholeTrajectories | None:
             raise ValueError("trajs_per_write needs a replay buffer: pass replay_buffer=, or leave trajs_per_write out")
         return WholeTrajectories(count, count, is_padded=layout != "cat", ends_early=ends_early)
     if not given["extend_buffer"]:
-        raise ValueError("trajs_per_batch writes whole trajectories, not frame by frame: leave extend_buffer out")
-    most = sys.maxsize if most is None else whole("trajs_per_write", most, 1)
+        raise ValueError("trajs_per_batch writes whole trajectories, not single frames: leave extend_buffer out")
+    most = sys.maxsize if most is None else whole_number("trajs_per_write", most, 1)
     return WholeTrajectories(1, most, is_padded=False, ends_early=ends_early)
 
 
 def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
-    """Each trajectory's identifier and frames, copied: shared memory and the memory of the next rollout stay free."""
+    """Each trajectory's identifier and frames. They are copied, so that the next rollout may reuse the memory."""
     if rollout.ndim > 1:
         for row in rollout.unbind(0):
             yield from _pieces(row)
@@ -352,17 +346,17 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
             yield number, frames.clone()
 
 
-def _ends(piece: TensorDictBase) -> bool:
-    """Whether the trajectory ends with the last frame of this piece."""
+def _has_ended(piece: TensorDictBase) -> bool:
+    """Whether the last frame of this piece ends the trajectory."""
     after = piece.get("next", None)
     flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
     if not flags:
         raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
-    own = [key for key in flags if isinstance(key, str)]  # else those of several agents
+    own = [key for key in flags if isinstance(key, str)]  # if there are none: the flags of several agents
     return any(bool(after.get(key)[-1].any()) for key in own or flags)
 
 
-def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:
+def _concatenated(pieces: list[TensorDictBase]) -> TensorDictBase:
     [first, *others] = pieces
     batch: TensorDictBase = torch.cat(pieces, 0) if others else first
     return batch

@@ -21,15 +21,15 @@ import torch
 from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
     check_choice,
-    check_count,
     check_devices,
     check_factories,
-    each,
+    check_length,
     frames_or_none,
     is_list,
-    whole,
+    per_worker,
+    whole_number,
 )
-from asyncsync.collectors.base import BaseCollector, _part
+from asyncsync.collectors.base import BaseCollector, _delegated
 from asyncsync.collectors.distributed.gloo import GlooFamily
 from asyncsync.collectors.distributed.nodes import NodeFamily
 from asyncsync.collectors.distributed.ray import ActorBuffer, RayFamily
@@ -70,7 +70,7 @@ def _check_sync(name: str, sync: Any) -> None:
 def _check_port(name: str, port: Any) -> None:
     if isinstance(port, str) and not port.isdecimal():
         raise ValueError(f"{name} must be a port number, not {port!r}")
-    if whole(name, int(port) if isinstance(port, str) else port, 1) > 65535:
+    if whole_number(name, int(port) if isinstance(port, str) else port, 1) > 65535:
         raise ValueError(f"{name} must be at most 65535, not {port}")
 
 
@@ -206,11 +206,11 @@ class NodeCollector(GroupCollector):
 
     called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
 
-    update_after_each_batch = _part("_arguments.update_at_each_batch")
+    update_after_each_batch = _delegated("_arguments.update_at_each_batch")
 
     def __init__(self, nodes: NodeFamily, create_env_fn: Any, policy: Any, given: dict[str, Any]) -> None:
         total = frames_or_none("total_frames", given["total_frames"])
-        frames = whole("frames_per_batch", given["frames_per_batch"], 1)
+        frames = whole_number("frames_per_batch", given["frames_per_batch"], 1)
         if total is not None and total % frames:
             raise ValueError(
                 f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
@@ -218,7 +218,7 @@ class NodeCollector(GroupCollector):
             )
         factories = check_factories(create_env_fn, None, default=1)
         kind = _class_of(given.pop("collector_class"))
-        per_node = whole("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
+        per_node = whole_number("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
         if getattr(kind.func if isinstance(kind, functools.partial) else kind, "acts_elsewhere", False):
             factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
         elif per_node > 1:
@@ -237,7 +237,7 @@ class NodeCollector(GroupCollector):
         self._connect_timeout = given["connect_timeout"]
         self._nodes = nodes
         kwargs = given.pop("collector_kwargs")
-        self._kwargs = each("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
+        self._kwargs = per_worker("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
         for own in self._kwargs:
             if not isinstance(own, Mapping):
                 raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {own!r}")
@@ -366,7 +366,7 @@ class RayCollector(NodeCollector):
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given.pop("num_collectors"), "num_collectors", 1)
         configs = given.pop("remote_configs")
-        configs = each("remote_configs", {"num_cpus": 1} if configs is None else configs, len(factories))
+        configs = per_worker("remote_configs", {"num_cpus": 1} if configs is None else configs, len(factories))
         for config in configs:
             if not isinstance(config, Mapping):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
@@ -398,7 +398,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
         return None
     if not is_list(given):
         raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
-    check_count("visible_devices", given, count)
+    check_length("visible_devices", given, count)
     check_devices({"visible_devices": given}, of_workers=True)
     return [torch.device(device) for device in given]
 

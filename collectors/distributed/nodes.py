@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from asyncsync.collectors.arguments import whole
+from asyncsync.collectors.arguments import whole_number
 from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Stopped, pickled
@@ -39,7 +39,7 @@ class NodeFamily(Family):
     call_soon: Callable[..., object]
 
     def __init__(self, restarts: int = 0) -> None:
-        self.restarts = whole("restarts", restarts, 0)
+        self.restarts = whole_number("restarts", restarts, 0)
         self.where: dict[int, str] = {}
 
     def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes:

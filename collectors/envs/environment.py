@@ -22,7 +22,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.envs.gym import GymEnv
-from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
+from asyncsync.collectors.trajectories import FLAGS, Key, mask_like, path_of
 
 
 def is_given(create_env_fn: Any) -> bool:
@@ -272,12 +272,12 @@ def reset_some(
     given, chosen = root.copy(), root.copy()
     for key in getattr(environment, "reset_keys", ["_reset"]):
         flag = root.get((*path_of(key)[:-1], "done"), None)
-        given.set(key, mask.unsqueeze(-1) if flag is None else beside(mask, flag).expand_as(flag).clone())
+        given.set(key, mask.unsqueeze(-1) if flag is None else mask_like(mask, flag).expand_as(flag).clone())
     fresh = reset(environment, given, **(kwargs or {}))
     for key in fresh.keys(True, True):
         new, old = fresh.get(key), root.get(key, None)
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:
-            chosen.set(key, torch.where(beside(mask, old), new, old))
+            chosen.set(key, torch.where(mask_like(mask, old), new, old))
     return chosen
 
 

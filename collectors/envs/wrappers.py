@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
+from asyncsync.collectors.trajectories import FLAGS, Key, mask_like, path_of
 
 
 def limited(environment: Any, max_steps: int) -> Any:
@@ -186,7 +186,7 @@ class Primed(Wrapper):
         mask = ended.reshape(*self._batch_size, -1).any(-1)
         for key, state in states.items():
             after.set(key, state)
-            root.set(key, torch.where(beside(mask, state), first.get(key), state) if first is not root else state)
+            root.set(key, torch.where(mask_like(mask, state), first.get(key), state) if first is not root else state)
         if "is_init" in self.primed_keys:
             after.set("is_init", torch.zeros_like(ended))
             root.set("is_init", ended.clone())

@@ -1,1 +1,1 @@
-"""Evaluation of the newest weights, in a process of its own, while training goes on."""
+"""Evaluation of the newest weights in a separate process, while training continues."""

@@ -1,8 +1,8 @@
-"""Evaluator: how good the newest weights are, found out in a process of its own while training goes on.
+"""Evaluator: evaluates the newest weights in a separate process, while training continues.
 
-Names and meaning follow TorchRL's ``Evaluator``. Here evaluation never shares the interpreter with training: a
-collector with one worker, a process of this host or one of Ray's actors, steps the environment. For each request, a
-thread sends the weights to that worker, has it evaluate them, and calls ``on_result``.
+Names and meaning follow TorchRL's ``Evaluator``. Evaluation never shares the interpreter with training: a collector
+with one worker, a process of this host or a Ray actor, steps the environment. For each request, a thread of the
+evaluator sends the weights to that worker, waits for the evaluation, and calls ``on_result``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from asyncsync.arguments import Option, declared, described
-from asyncsync.collectors.arguments import Device, check_choice, check_policy_factory, fits, frames_or_none, whole
+from asyncsync.collectors.arguments import (
+    Device,
+    accepts,
+    check_choice,
+    check_policy_factory,
+    frames_or_none,
+    whole_number,
+)
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import InitFn, family
+from asyncsync.collectors.options import InitFn, class_of_backend
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padded, path_of
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -42,23 +49,20 @@ from asyncsync.weights.packing import copy_flat
 
 logger = logging.getLogger("asyncsync")
 
-STEPS = 200
-"""Of the environment, between two of which ends of episodes are looked for."""
+STEPS_PER_CHECK = 200
 
-RETURN: Key = ("next", "episode_reward")
-"""Where TorchRL's RewardSum, for one, has the return up to a step."""
+RETURN_KEY: Key = ("next", "episode_reward")
+"""Key of the return up to a step, which TorchRL's RewardSum, for example, writes."""
 
 Request = concurrent.futures.Future[dict[str, Any]]
 """One evaluation, and its result."""
 
-KEPT = 1024
-"""How many results are kept for the user to take. Older ones are dropped: a callback may be all that reads them."""
+MAX_RESULTS = 1024
+"""Most results that wait for the user. Older ones are dropped, because the user may only use ``on_result``."""
 
-OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
-"""The options that the worker itself has."""
+WORKER_OPTIONS = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
 
-SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
-"""By the backend: what brings weights to the worker."""
+DEFAULT_SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
 
 BUSY_POLICIES = ("skip", "newest", "queue", "error")
 
@@ -68,14 +72,14 @@ class EvaluatorOptions(TypedDict, total=False):
     """Of an evaluator.
 
     Args:
-        policy_factory: makes the policy in the worker; called with the environment, or without arguments.
-        num_trajectories: episodes per evaluation. Several environments take equal shares.
-        max_steps: an episode is truncated after this many steps. None: no limit.
+        policy_factory: makes the policy in the worker; called without arguments or else with the environment.
+        num_trajectories: episodes per evaluation. A batch of environments shares them equally.
+        max_steps: truncate an episode after this many steps. None: no limit.
         frames_per_batch: environment steps between two checks for finished episodes. None: 200, or max_steps if less.
         collector_kwargs: further arguments of the collector that runs the worker: for "process" those of
             ``MultiSyncCollector``, such as ``start_method`` and ``connect_timeout``; for "ray" those of
             ``RayCollector``, such as ``remote_configs={"num_gpus": 1}``, ``ray_init_config`` and ``restarts``.
-        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory ("process") or Ray's scheme, for the policy.
+        weight_sync_schemes: ``{model_id: scheme}``. None: shared memory ("process") or Ray's scheme, for the policy.
         log_prefix: prefix of the names in a result.
         reward_keys: key of the reward. If steps have ("next", "episode_reward"), the return is its last value.
         done_keys: key of the flag that ends an episode. None: the environment's.
@@ -83,17 +87,17 @@ class EvaluatorOptions(TypedDict, total=False):
         exploration_type: exploration type under which the policy acts.
         metrics_fn: called in the worker with the episodes, ``[episodes, longest]``, zero-padded, with ("collector",
             "mask") True on steps. Returns a dict of entries to add to the result.
-        dump_video: after an evaluation, call ``env.transform.dump(step=…)`` if it exists, as for TorchRL's
-            ``VideoRecorder``.
-        on_result: called with each result as a TensorDict, in its own thread. The next evaluation begins when it has
-            returned. If it raises, the call that takes the result raises that error.
+        dump_video: after an evaluation, call ``env.transform.dump(step=…)`` if it exists (TorchRL's VideoRecorder).
+        on_result: called with each result as a TensorDict, in the evaluator's thread. The next evaluation begins after
+            it returns. If it raises, the call that takes the result raises that error.
         busy_policy: what :meth:`trigger_eval` does during another evaluation. "skip": nothing. "newest": evaluate these
-            weights next and drop waiting ones. "queue": evaluate them after waiting ones. "error": raise RuntimeError.
+            weights next and drop waiting requests of ``trigger_eval``. "queue": evaluate them after the waiting ones.
+            "error": raise RuntimeError.
         backend: where the worker runs: "process", or "ray" (an actor anywhere in the cluster; extra: ray).
     """
 
     policy_factory: Annotated[Callable[..., Any] | None, Option(check=check_policy_factory)]
-    num_trajectories: Annotated[int, Option(10, partial(whole, least=1))]
+    num_trajectories: Annotated[int, Option(10, partial(whole_number, least=1))]
     max_steps: int | None
     frames_per_batch: int | None
     collector_kwargs: Mapping[str, Any] | None
@@ -107,7 +111,7 @@ class EvaluatorOptions(TypedDict, total=False):
     dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
     busy_policy: Annotated[str, Option("skip", partial(check_choice, choices=BUSY_POLICIES))]
-    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(SCHEMES)))]
+    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(DEFAULT_SCHEMES)))]
     init_fn: InitFn
 
 
@@ -124,37 +128,36 @@ class Evaluator(Lifetime):
         """Start the worker.
 
         Args:
-            env: a callable that returns an environment, or a Gymnasium id; called in the worker. The environment may
+            env: a callable that returns an environment, or a Gymnasium id. The worker makes the environment, which may
                 be a batch. Freeze statistics that it keeps (VecNorm).
-            policy: module or callable, pickled by cloudpickle; its own weights are evaluated if no others are given.
-                With ``policy_factory`` it stays in this process.
+            policy: module or callable, pickled by cloudpickle. A call without weights evaluates its own. With
+                ``policy_factory``, it stays in this process.
 
         Raises:
-            TypeError, ValueError: the collector raised it; an object was given where the worker must make it; or the
-                backend is unknown.
+            TypeError, ValueError: ``env`` is an environment, there is no policy, or another argument is wrong.
             ImportError: Ray is not installed.
-            NotImplementedError: backend is "process", and this is not Linux.
+            NotImplementedError: the backend is "process", and this is not Linux.
             Exception: the worker raised it before it was ready. It keeps its type.
         """
         if not isinstance(env, str) and (not callable(env) or environments.is_given(env)):
             raise TypeError(
-                f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
-                "evaluator's worker makes it"
+                f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}, "
+                "because the evaluator's worker makes the environment"
             )
         policy_factory, schemes = options["policy_factory"], options["weight_sync_schemes"]
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
         if schemes is None and policy_factory is not None:
-            schemes = {"policy": SCHEMES[options["backend"]]()}
+            schemes = {"policy": DEFAULT_SCHEMES[options["backend"]]()}
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
-        of_worker = {name: value for name, value in options.items() if name in OF_WORKER}
-        self._collector = family(options["backend"])(
+        of_worker = {name: value for name, value in options.items() if name in WORKER_OPTIONS}
+        self._collector = class_of_backend(options["backend"])(
             [env],
             policy,
             policy_factory=policy_factory,
-            frames_per_batch=min(STEPS, limit or STEPS) if frames is None else frames,
+            frames_per_batch=min(STEPS_PER_CHECK, limit or STEPS_PER_CHECK) if frames is None else frames,
             max_frames_per_traj=limit,
             exploration_type=options["exploration_type"],
             policy_device=options["device"],
@@ -165,16 +168,16 @@ class Evaluator(Lifetime):
             **(options["collector_kwargs"] or {}),
         )
         self._group = group = self._collector.group
-        self._asked: dict[Request, bool] = {}  # those that are not done; True: a caller waits for this very one
-        self._results: deque[Request] = deque(maxlen=KEPT)  # of the others, until the user takes them
-        # What the thread has refers to neither the evaluator nor its collector: those that the user forgets end.
-        self._evaluation = partial(
-            evaluation, group, weakref.proxy(self._collector), options["log_prefix"], options["on_result"]
+        self._requests: dict[Request, bool] = {}  # not done yet. True: evaluate() waits for this one
+        self._results: deque[Request] = deque(maxlen=MAX_RESULTS)  # done requests of trigger_eval()
+        # The thread has no strong reference to the evaluator and its collector, so dropping the evaluator ends them.
+        self._run_evaluation = partial(
+            run_evaluation, group, weakref.proxy(self._collector), options["log_prefix"], options["on_result"]
         )
-        self._note = partial(note, group, self._asked, self._results)
+        self._keep_result = partial(keep_result, group, self._requests, self._results)
         self._thread = WorkThread("asyncsync-evaluator")
         weakref.finalize(self, self._thread.abandon)
-        self._thread.submit_concurrent(lambda: None)  # it starts here, once, whichever threads ask for evaluations
+        self._thread.submit_concurrent(lambda: None)  # starts the thread once, before several threads can request evaluations
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
@@ -191,20 +194,20 @@ class Evaluator(Lifetime):
 
         Args:
             weights: the policy's weights: a module, a TensorDict or a (state) dict. None: the current weights of the
-                registered policy or, with only a ``policy_factory``, the worker's.
-            step: step number for the result. None: the evaluator counts, from 0.
-            weights_dict: ``{model_id: weights}``; evaluated together.
+                registered policy or, with only a ``policy_factory``, those that the worker has.
+            step: step number for the result. None: the evaluator counts from 0.
+            weights_dict: ``{model_id: weights}``, which are evaluated together.
             timeout: seconds. None: no limit.
 
         Raises:
             ValueError, SchemaMismatch: the weights do not fit the worker's model.
-            AckTimeout: there was no result within the timeout. The result is dropped.
+            AckTimeout: there was no result within the timeout. A later result is dropped.
             PeerLost: the worker died.
             ClosedError: the evaluator was shut down.
-            Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
-                starts afresh.
+            Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. Later evaluations are not
+                affected.
         """
-        return run_without_waiting(self._evaluated(weights, weights_dict, step, timeout, blocking=True))
+        return run_without_waiting(self._evaluate(weights, weights_dict, step, timeout, blocking=True))
 
     async def evaluate_async(
         self,
@@ -214,40 +217,39 @@ class Evaluator(Lifetime):
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """:meth:`evaluate` for a coroutine of any event loop. Cancelling withdraws the request, or drops its
-        result."""
-        return await self._evaluated(weights, weights_dict, step, timeout, blocking=False)
+        """:meth:`evaluate` for coroutines of any event loop. Cancelling withdraws the request, or drops its result."""
+        return await self._evaluate(weights, weights_dict, step, timeout, blocking=False)
 
-    # A coroutine with ``blocking=True`` awaits nothing, so that ``run_without_waiting`` runs it in the caller's thread.
+    # With ``blocking=True``, a coroutine here awaits nothing, so ``run_without_waiting`` can run it in the caller's thread.
 
-    async def _evaluated(
+    async def _evaluate(
         self, weights: Any, by_id: Mapping[str, Any] | None, step: int | None, timeout: float | None, *, blocking: bool
     ) -> dict[str, Any]:
-        self._check(timeout)
-        request = self._request(weights, by_id, step, has_caller=True)
+        self._check_usable(timeout)
+        request = self._request(weights, by_id, step, is_awaited=True)
         try:
-            await self._until(request.done, timeout, blocking=blocking)
+            await self._wait_until(request.done, timeout, blocking=blocking)
         finally:
-            request.cancel()  # unless it is under way
+            request.cancel()  # withdraws the request unless its evaluation has begun
         return request.result()
 
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
-        """Copy these weights, request their evaluation, and return at once. Coroutines may call it too.
+        """Copy these weights, request their evaluation, and return at once. Coroutines may call this, too.
 
         Args:
             weights, step, weights_dict: see :meth:`evaluate`.
 
         Returns:
-            True: they will be evaluated. False: another evaluation is under way, and ``busy_policy="skip"``.
+            True: they will be evaluated. False: another evaluation is pending, and ``busy_policy`` is "skip".
 
         Raises:
-            RuntimeError: another evaluation is under way, and ``busy_policy="error"``.
+            RuntimeError: another evaluation is pending, and ``busy_policy`` is "error".
             PeerLost: the worker died.
             ClosedError: the evaluator was shut down.
         """
-        self._check(0.0)
+        self._check_usable(0.0)
         if self.pending and self._busy_policy == "skip":
             return False
         if self.pending and self._busy_policy == "error":
@@ -255,59 +257,58 @@ class Evaluator(Lifetime):
                 "another evaluation is under way: wait() for it, or construct the Evaluator with busy_policy='skip', "
                 "'newest' or 'queue'"
             )
-        self._request(weights, weights_dict, step, has_caller=False)
+        self._request(weights, weights_dict, step, is_awaited=False)
         return True
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """The next result of a :meth:`trigger_eval`. None: there was none within the timeout (seconds). Raises the same
-        as :meth:`wait`."""
+        """The same as :meth:`wait`, but without a ``timeout`` (seconds) it returns at once."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next result of a :meth:`trigger_eval`, in the order of the calls. None: nothing is pending, or there was
-        no result within the timeout (seconds).
+        """The next result of a :meth:`trigger_eval`, in the order of the calls. None: no evaluation is pending, or none
+        finished within the timeout (seconds).
 
         Raises:
             PeerLost: the worker died.
             ClosedError: the evaluator was shut down, and all results were taken.
-            Exception: that evaluation raised it.
+            Exception: the evaluation raised it.
         """
-        return run_without_waiting(self._next(timeout, blocking=True))
+        return run_without_waiting(self._next_result(timeout, blocking=True))
 
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""
-        return await self._next(timeout, blocking=False)
+        """:meth:`wait` for coroutines of any event loop. Cancelling loses no result."""
+        return await self._next_result(timeout, blocking=False)
 
-    async def _next(self, timeout: float | None, *, blocking: bool) -> dict[str, Any] | None:
+    async def _next_result(self, timeout: float | None, *, blocking: bool) -> dict[str, Any] | None:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:  # others may wait for the same
+        while True:  # because another thread may take the result
             left = deadline - time.monotonic()
-            is_last = left <= 0 or not self.pending  # before a look for a result, which may come now
-            if (request := self._pop()) is not None:
+            is_last = left <= 0 or not self.pending  # read before _pop_result(), because a result may come in between
+            if (request := self._pop_result()) is not None:
                 return request.result()
-            self._check(timeout)
+            self._check_usable(timeout)
             if is_last:
                 return None
             with contextlib.suppress(AckTimeout):
-                await self._until(lambda: self._results or not self.pending, left, blocking=blocking)
+                await self._wait_until(lambda: self._results or not self.pending, left, blocking=blocking)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> dict[str, Any]:
-        """The next result; iteration ends with :meth:`shutdown`. Raises the same as :meth:`wait`. Iteration can go on
-        after an evaluation that failed."""
-        while (request := self._pop()) is None:
+        """The next result; :meth:`shutdown` ends the iteration, but an evaluation's error does not. Errors: see
+        :meth:`wait`."""
+        while (request := self._pop_result()) is None:
             try:
-                await self._until(lambda: self._results, None, blocking=False)
+                await self._wait_until(lambda: self._results, None, blocking=False)
             except ClosedError:
                 if self.closed:
                     raise StopAsyncIteration from None
                 raise
         return request.result()
 
-    def _pop(self) -> Request | None:
-        """The first result, which no other thread gets then; None: there is none."""
+    def _pop_result(self) -> Request | None:
+        """Take the first finished request. None: there is none."""
         try:
             return self._results.popleft()
         except IndexError:
@@ -315,21 +316,21 @@ class Evaluator(Lifetime):
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is under way or waiting."""
-        return bool(self._asked)
+        """Whether an evaluation runs or waits."""
+        return bool(self._requests)
 
-    def _check(self, timeout: float | None) -> None:
-        """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker; RuntimeError:
-        the caller would wait for ever."""
+    def _check_usable(self, timeout: float | None) -> None:
+        """Raises ClosedError: the evaluator was shut down; BaseException: the error that ended the worker;
+        RuntimeError: the caller would wait for ever."""
         self._group.check()
         if self._group.failure is not None:
             raise self._group.failure
         if timeout is None and self._thread.is_current:
             raise RuntimeError(
-                "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
+                "on_result cannot wait for an evaluation, because the next one begins after it: use trigger_eval()"
             )
 
-    async def _until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
+    async def _wait_until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
         waiting = partial(self._group.until, met, timeout)
         if blocking:
             loop_thread.run(waiting)
@@ -340,12 +341,11 @@ class Evaluator(Lifetime):
 
     @staticmethod
     def extract_weights(policy: Any) -> TensorDictBase:
-        """Copy the weights of a module, TensorDict or (state) dict to the CPU. Later steps of an optimiser do not
-        change the copy."""
+        """A copy on the CPU of the weights of a module, TensorDict or (state) dict, which training does not change."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
     def _request(
-        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, *, has_caller: bool
+        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, *, is_awaited: bool
     ) -> Request:
         given = dict(weights_dict or {})
         if weights is not None and "policy" in given:
@@ -358,23 +358,24 @@ class Evaluator(Lifetime):
         copies = {model_id: self.extract_weights(source) for model_id, source in given.items()}
         if step is None:
             step, self._steps = self._steps, self._steps + 1
-        if self._busy_policy == "newest" and not has_caller:
-            for waiting in [one for one, has_one in self._asked.copy().items() if not has_one]:
-                waiting.cancel()
-        request = self._thread.submit_concurrent(partial(self._evaluation, copies, step))
-        self._asked[request] = has_caller
-        request.add_done_callback(self._note)
+        if self._busy_policy == "newest" and not is_awaited:
+            for waiting, has_caller in self._requests.copy().items():
+                if not has_caller:
+                    waiting.cancel()
+        request = self._thread.submit_concurrent(partial(self._run_evaluation, copies, step))
+        self._requests[request] = is_awaited
+        request.add_done_callback(self._keep_result)
         return request
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A dict of ``step_counter``. Raises RuntimeError: evaluations are pending, or results were not taken."""
+        """A dict with ``step_counter``. Raises RuntimeError: evaluations are pending, or results were not taken."""
         self._check_idle()
         return {"step_counter": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue counting from what :meth:`state_dict` returned. Raises the same as :meth:`state_dict`."""
+        """Continue counting from a result of :meth:`state_dict`. Errors: see :meth:`state_dict`."""
         self._check_idle()
         self._steps = state_dict["step_counter"]
 
@@ -388,10 +389,10 @@ class Evaluator(Lifetime):
         """End the worker before its next step. Idempotent; leaves no process.
 
         Args:
-            timeout: seconds. None: 5. If the worker has not ended after most of it, it is killed.
+            timeout: seconds. None: 5. A worker that has not ended after most of this time is killed.
 
         Raises:
-            Exception: an evaluation raised it, and no call has taken its result.
+            Exception: an evaluation raised it, and no call has taken that result.
         """
         if self.closed:
             return
@@ -403,17 +404,17 @@ class Evaluator(Lifetime):
         finally:
             last = self._thread.submit_concurrent(lambda: None)
             self._thread.abandon()
-        if waits:  # until on_result has returned
+        if waits:  # for on_result to return
             until_done(last, SHUTDOWN_SECONDS if timeout is None else timeout)
         for error in errors:
-            if error not in (None, self._group.failure):  # what has ended the worker, every call tells
+            if error not in (None, self._group.failure):  # every call raises the error that ended the worker
                 raise error
 
 
 # -- in the evaluator's thread -----------------------------------------------------------------------------------------
 
 
-def evaluation(
+def run_evaluation(
     group: WorkerGroup,
     collector: Any,
     prefix: str,
@@ -421,8 +422,8 @@ def evaluation(
     weights: Mapping[str, Any],
     step: int,
 ) -> dict[str, Any]:
-    """One evaluation. ``weights``: ``{model_id: weights}``, copies; empty: the worker's as they are."""
-    group.wait(lambda: group.connected)  # the worker may be launched again just now
+    """Evaluate these weights, ``{model_id: weights}``; empty: the weights that the worker has."""
+    group.wait(lambda: group.connected)  # the worker may just be restarting
     if weights:
         try:
             collector.update_policy_weights_(weights_dict=weights)
@@ -435,15 +436,15 @@ def evaluation(
     return result
 
 
-def note(group: WorkerGroup, asked: dict[Request, bool], results: deque[Request], request: Request) -> None:
-    """A request is done, or was withdrawn: its result is kept for the user, unless a caller waits for it."""
+def keep_result(group: WorkerGroup, requests: dict[Request, bool], results: deque[Request], request: Request) -> None:
+    """Called when a request is done or withdrawn: keep its result for the user, unless a caller waits for it."""
     error = None if request.cancelled() else request.exception()
-    has_ended = isinstance(error, ClosedError) and group.ending  # each call tells
-    if not (request.cancelled() or asked[request] or has_ended):
+    has_ended = isinstance(error, ClosedError) and group.ending  # each call raises it
+    if not (request.cancelled() or requests[request] or has_ended):
         if isinstance(error, Exception):
             logger.error("an evaluation failed", exc_info=error)
         results.append(request)
-    del asked[request]
+    del requests[request]
     group.nudge()
 
 
@@ -451,8 +452,8 @@ def note(group: WorkerGroup, asked: dict[Request, bool], results: deque[Request]
 
 
 class EpisodeCollector(Collector):
-    """Steps whole episodes, with a policy that does not learn. ``evaluation``: the evaluator's options for its worker;
-    ``frames_per_batch``: steps of the environment between two looks for ends of episodes."""
+    """Steps whole episodes, with the policy in evaluation mode. ``evaluation``: the options that the worker uses;
+    ``frames_per_batch``: environment steps between two checks for finished episodes."""
 
     def __init__(
         self,
@@ -466,9 +467,9 @@ class EpisodeCollector(Collector):
         **arguments: Any,
     ) -> None:
         env = environments.make_environment(create_env_fn, create_env_kwargs)
-        if policy_factory is not None and not fits(policy_factory):
+        if policy_factory is not None and not accepts(policy_factory):
             policy_factory = partial(policy_factory, env)
-        self._evaluation = evaluation
+        self._options = evaluation
         super().__init__(
             lambda: env,
             policy,
@@ -479,17 +480,15 @@ class EpisodeCollector(Collector):
         self._rollouts.policy.train(False)
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Reset, and roll out the episodes; all of them see the same version of the weights. ``step``: for videos.
-
-        Raises KeyError: a step has no reward; ClosedError: the end has come; Exception: what the user's code raises.
-        """
+        """Reset, and roll out the episodes, all with the same version of the weights. ``step`` is for videos. Raises
+        KeyError: a step has no reward; ClosedError: the evaluator was shut down."""
         begun = time.perf_counter()
         with self.acting_weights.holds():
             self.reset()
             episodes = self._first_episodes()
             version = self.policy_version
         seconds, lengths = time.perf_counter() - begun, [len(episode) for episode in episodes]
-        returns = torch.tensor([self._return(episode) for episode in episodes])
+        returns = torch.tensor([self._return_of(episode) for episode in episodes])
         found: dict[str, Any] = {
             "reward": returns.mean().item(),
             "reward_std": returns.std().item() if len(episodes) > 1 else 0.0,
@@ -498,18 +497,18 @@ class EpisodeCollector(Collector):
             "fps": sum(lengths) / seconds,
             "policy_version": version,
         }
-        if (metrics := self._evaluation["metrics_fn"]) is not None:
+        if (metrics := self._options["metrics_fn"]) is not None:
             flat: Any = torch.cat(episodes)
             flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
             found |= metrics(padded(flat, lengths))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
-        if self._evaluation["dump_video"] and callable(dump):
+        if self._options["dump_video"] and callable(dump):
             dump(step=step)
         return found
 
     def _first_episodes(self) -> list[TensorDictBase]:
-        """Of several environments, the first episodes of each: to take those that end first would favour short ones."""
-        signals, options, count = self._rollouts.signals, self._evaluation, self._rollouts.batch_size.numel()
+        """The first episodes of each environment. Taking those that end first would favour short episodes."""
+        signals, options, count = self._rollouts.signals, self._options, self._rollouts.batch_size.numel()
         flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.keys.done]
         if options["done_keys"] is not None:
             flags = [options["done_keys"]]
@@ -519,11 +518,11 @@ class EpisodeCollector(Collector):
         while (ended < wanted).any():
             batch = self.rollout()
             assert batch is not None
-            if signals is not None and signals.interrupts():
+            if signals is not None and signals.wants_rollout_to_end():
                 raise ClosedError("the evaluator has been shut down")
             batch.names = None
             if options["metrics_fn"] is None:
-                batch = batch.select(options["reward_keys"], RETURN, *flags, strict=False)
+                batch = batch.select(options["reward_keys"], RETURN_KEY, *flags, strict=False)
             batches.append(batch.reshape(count, batch.shape[-1]))
             ended += _aggregate_end_of_traj(batches[-1], flags).sum(-1).cpu()
         steps = torch.cat(batches, -1)
@@ -535,11 +534,11 @@ class EpisodeCollector(Collector):
                 begin = end + 1
         return found
 
-    def _return(self, episode: TensorDictBase) -> float:
-        summed = episode.get(RETURN, None)
+    def _return_of(self, episode: TensorDictBase) -> float:
+        summed = episode.get(RETURN_KEY, None)
         if summed is not None:
             return float(summed[-1].sum())
-        reward = episode.get(key := self._evaluation["reward_keys"], None)
+        reward = episode.get(key := self._options["reward_keys"], None)
         if reward is None:
             raise KeyError(f"{type(self.env).__name__} has no {key!r} in its steps: pass its key as reward_keys=")
         return float(reward.sum())

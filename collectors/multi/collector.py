@@ -26,29 +26,35 @@ from torch import nn
 from asyncsync.arguments import declared, defaults_of
 from asyncsync.collectors.arguments import (
     DEVICES,
-    check_count,
     check_devices,
     check_factories,
+    check_length,
     check_policy,
     check_policy_factory,
-    each,
     exact_device,
     frames_or_none,
     is_list,
-    own_arguments,
+    partial_arguments,
+    per_worker,
     rounded_up,
-    whole,
+    whole_number,
     with_partial,
 )
-from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _part
+from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
-from asyncsync.collectors.options import Chooses, MultiOptions
+from asyncsync.collectors.options import ChoosingMeta, MultiOptions
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
+from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
-from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted, shut_down_all
+from asyncsync.collectors.weights.updates import (
+    UnknownModel,
+    _RegisteredModels,
+    belongs_to,
+    prepared_copy,
+    shut_down_all,
+)
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
@@ -86,11 +92,11 @@ class GroupCollector(BaseCollector):
     _driver_class: type[Driver]
     _finalizers: tuple[Callable[[], object], ...]
 
-    update_at_each_batch = _part("_arguments.update_at_each_batch")
-    max_weight_update_interval = _part("_arguments.max_weight_update_interval")
-    _iter = _part("_driver.count")
-    _collected = _part("_driver.frames")
-    free_error = _part("_driver.free_error")
+    update_at_each_batch = _delegated("_arguments.update_at_each_batch")
+    max_weight_update_interval = _delegated("_arguments.max_weight_update_interval")
+    _newest_index = _delegated("_driver.count")
+    _num_frames = _delegated("_driver.frames")
+    background_error = _delegated("_driver.background_error")
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiOptions]) -> None:
@@ -118,9 +124,9 @@ class GroupCollector(BaseCollector):
         self._arguments = self._of_batches(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
         updater, schemes = self._ways_of_weights(policy, given)
-        own = own_arguments(given["collector_class"])  # perhaps with devices of its own
+        own = partial_arguments(given["collector_class"])  # perhaps with devices of its own
         check_devices({name: own.get(name, given[name]) for name in DEVICES}, of_workers=True)
-        each_device = zip(*(each(name, given[name], count) for name in DEVICES), strict=True)
+        each_device = zip(*(per_worker(name, given[name], count) for name in DEVICES), strict=True)
         placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
         self.policy_device, self.storing_device = (
             [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
@@ -131,16 +137,16 @@ class GroupCollector(BaseCollector):
             self.policy = policies[0]()  # in the middle of a tree: what is received here is passed on from it
         self.extend_buffer = given["extend_buffer"]
         if self.replay_buffer is None:
-            self._arguments.postproc = on_device(given["postproc"], self.storing_device[0])
+            self._arguments.postproc = moved_postproc(given["postproc"], self.storing_device[0])
         if given["num_threads"] is not None:
             torch.set_num_threads(given["num_threads"])
         each_own = self._of_each_worker(given, policy, policies, placed)
-        check_own_schemes([{**own_arguments(given["collector_class"]), **own} for own in each_own])
-        sent = {m: scheme for m, scheme in schemes.items() if not self._goes_with_workers(m)}
+        check_own_schemes([{**partial_arguments(given["collector_class"]), **own} for own in each_own])
+        sent = {m: scheme for m, scheme in schemes.items() if not self._acts_beside_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
-                scheme.context = _RegisteredModels(self._registered)
+                scheme.context = _RegisteredModels(self._registered_model)
         self.group = self._make_group(given["start_method"])
         self._driver = self._driver_class(self, self.group, self._arguments)
         self.closed = False
@@ -152,20 +158,20 @@ class GroupCollector(BaseCollector):
             raise
 
     def _of_batches(self, given: Mapping[str, Any]) -> BatchArguments:
-        own, buffer = own_arguments(given["collector_class"]), given["replay_buffer"]
+        own, buffer = partial_arguments(given["collector_class"]), given["replay_buffer"]
         seen = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
         self.track_traj_ids = seen["track_traj_ids"]
         trajectories = check_trajectories(**seen)
-        self._counts_frames = trajectories is None or buffer is not None
+        self._has_fixed_batches = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
         total = frames_or_none("total_frames", given["total_frames"])
         frames = given["frames_per_batch"]
         if is_list(frames):
-            check_count("frames_per_batch", frames, self.num_workers)
-            frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
+            check_length("frames_per_batch", frames, self.num_workers)
+            frames = [whole_number(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
             asked = self._driver_class.frames_of_batch(frames)
         else:
-            asked = whole("frames_per_batch", frames, 1)
+            asked = whole_number("frames_per_batch", frames, 1)
             frames = self._driver_class.split(asked, self.num_workers)
         if total is not None:
             rounded_up("total_frames", total, "frames_per_batch", asked)
@@ -218,7 +224,7 @@ class GroupCollector(BaseCollector):
     ) -> list[dict[str, Any]]:
         names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
-        kwargs = each("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
+        kwargs = per_worker("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
         defaults = defaults_of(MultiOptions)
         found = []
         for worker, own_policy in enumerate(policies):
@@ -256,7 +262,7 @@ class GroupCollector(BaseCollector):
         self._wait_until_built(deadline)
         for index, info in group.infos.items():
             self._arguments.frames[index] = info.frames
-            self._acting_devices[index] = info.devices
+            self._worker_devices[index] = info.devices
             self._check_dims(info.dims)
         self._connect(deadline)
         if given["weight_recv_schemes"] is not None:  # what comes is passed on at once
@@ -350,7 +356,7 @@ class GroupCollector(BaseCollector):
     async def __anext__(self) -> TensorDictBase | None:
         return await self._driver.next_async()
 
-    def _set_free(self) -> None:
+    def _start_background(self) -> None:
         self._driver.run_free()
 
     def is_running(self) -> bool:
@@ -379,7 +385,7 @@ class GroupCollector(BaseCollector):
             AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         if reset_idx is not None:
-            check_count("reset_idx", reset_idx, self.num_workers)
+            check_length("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
         self.group.ask("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()
@@ -416,7 +422,7 @@ class GroupCollector(BaseCollector):
         )
         is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
         if "versions" in state:
-            self._carry_on(state["versions"], is_sent=is_sent)
+            self._restore_versions(state["versions"], is_sent=is_sent)
         if not is_sent:
             self.increment_version()
         elif all_have:
@@ -431,12 +437,12 @@ class GroupCollector(BaseCollector):
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
-    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+    def become_worker(self, signals: Signals, allocate: Callable[[Any], TensorDictBase | None]) -> None:
         self._signals = signals  # the batches are its own workers', which are attached themselves
 
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         self._driver.random = random
-        self.group.page.counted = self._signals.counted()  # for its own workers
+        self.group.page.counted = self._signals.updater_versions()  # for its own workers
         before = self._driver.frames
         batch = self.next()
         if writes:
@@ -448,8 +454,8 @@ class GroupCollector(BaseCollector):
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    def _acting(self, model_id: str) -> Any:
-        if self._goes_with_workers(model_id):
+    def _acting_model(self, model_id: str) -> Any:
+        if self._acts_beside_workers(model_id):
             return self.get_model(model_id)
         served = sorted(self._sender_schemes) or "none"
         raise UnknownModel(
@@ -457,7 +463,7 @@ class GroupCollector(BaseCollector):
             "model to its workers, pass weight_sync_schemes={model_id: scheme}"
         )
 
-    def _goes_with_workers(self, model_id: str) -> bool:
+    def _acts_beside_workers(self, model_id: str) -> bool:
         # Batches are postprocessed here, unless workers write them to a replay buffer.
         return self.postproc is not None and belongs_to("postproc", model_id)
 
@@ -482,17 +488,17 @@ class GroupCollector(BaseCollector):
             return False
         return True
 
-    def _take(self, given: Any) -> None:
+    def _apply_given(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:
-            self._acting("policy")  # raises: nothing would bring them to the workers
+            self._acting_model("policy")  # raises: nothing would bring them to the workers
         if given is not None and isinstance(self.policy, nn.Module):
-            self.acting_weights.apply(fitted(self.policy, given).apply_now)
+            self.acting_weights.apply(prepared_copy(self.policy, given).apply_now)
         self.update_policy_weights_(given)
 
     def policy_devices(self) -> set[torch.device]:
-        return set().union(*self._acting_devices.values())
+        return set().union(*self._worker_devices.values())
 
-    async def _look_behind(self, error: PartialSendError) -> None:
+    async def _raise_worker_failure(self, error: PartialSendError) -> None:
         """Raises what has ended a worker that the update has not reached: its own exception, or how its process
         ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
@@ -507,7 +513,7 @@ class GroupCollector(BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        is_root = self._senders.buses and not self.acting_weights.come_from_above
+        is_root = self._senders.buses and not self.acting_weights.come_by_scheme
         return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.origin()[0])
 
     def increment_version(self) -> None:
@@ -518,10 +524,10 @@ class GroupCollector(BaseCollector):
     def _versions(self) -> dict[str, Any]:
         return super()._versions() | {"own": self.group.page.counted}
 
-    def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+    def _restore_versions(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
         own = versions["own"]
         if is_sent:
-            self._senders.carry_on(versions["sent"])
+            self._senders.restore_versions(versions["sent"])
         else:  # workers keep the number that came with their weights: the rest is counted here
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
         self.group.page.counted = max(self.group.page.counted, own)
@@ -544,7 +550,7 @@ class GroupCollector(BaseCollector):
             bus.on_published = announce
         return is_one
 
-    def _published(self, version: int) -> None:
+    def _on_published(self, version: int) -> None:
         if not self._senders.buses:  # nothing is sent that would tell the workers of it
             self.group.page.count()
             self._driver.updated(None)
@@ -578,12 +584,12 @@ class GroupCollector(BaseCollector):
             self._end_weights(max(0.5, deadline - time.monotonic()))
             self._driver.close()
             self.group.close()
-        self.raise_free_error()
+        self.raise_background_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
     @property
-    def _count_of_calls(self) -> int | None:
+    def _num_calls(self) -> int | None:
         return self.num_workers
 
     def _call_each(
@@ -646,11 +652,11 @@ class GroupCollector(BaseCollector):
         self.group.ask_each("record", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
 
 
-class MultiCollector(GroupCollector, metaclass=Chooses):
+class MultiCollector(GroupCollector, metaclass=ChoosingMeta):
     """Steps environments in worker processes; ``sync=True`` makes a :class:`MultiSyncCollector`, and ``sync=False`` a
     :class:`MultiAsyncCollector`."""
 
-    _selectors = (Parameter("sync", Parameter.KEYWORD_ONLY, annotation="bool"),)
+    _choosing_parameters = (Parameter("sync", Parameter.KEYWORD_ONLY, annotation="bool"),)
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -740,7 +746,7 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def policies_of_workers(policy: Any, policy_factory: Any, count: int) -> list[Any]:
     """What makes each worker's policy; None: it is the collector's. Raises TypeError, ValueError."""
-    policies = each("policy_factory", policy_factory, count)
+    policies = per_worker("policy_factory", policy_factory, count)
     for index, factory in enumerate(policies):
         check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
     if policy_factory is None:  # else policy is the source of weights only

@@ -96,7 +96,7 @@ class Driver(ABC):
         random: for a collector that is a worker: whether its trainer wants the policy left out.
         busy: for each worker, the batch of its rollout that nobody has taken yet.
         left: batches of callers that were interrupted.
-        free_error: what has ended workers that ran free, until it was raised.
+        background_error: what has ended workers that ran free, until it was raised.
     """
 
     _places: list[Places]  # where batches come to lie
@@ -106,9 +106,9 @@ class Driver(ABC):
         self.random: bool | None = False
         self.busy: dict[int, Batch] = {}
         self.left: deque[Batch] = deque()
-        self.free_error: BaseException | None = None
+        self.background_error: BaseException | None = None
         self._free: asyncio.Task[None] | None = None
-        self._reported: BaseException | None = None  # the last one that was free_error
+        self._reported: BaseException | None = None  # the last one that was background_error
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
@@ -366,7 +366,7 @@ class Driver(ABC):
             is_the_end = group.ending and failure is error
             if not is_the_end and failure is not self._reported:  # nobody may be waiting for the frames
                 logger.error("an error ended collection in the background", exc_info=failure)
-                self.free_error = self._reported = failure
+                self.background_error = self._reported = failure
         finally:
             self._free = None
 
@@ -415,7 +415,7 @@ class Driver(ABC):
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
         """A block of a thread, by its identifier, or of a task, in which no worker steps."""
-        self._collector.raise_free_error()
+        self._collector.raise_background_error()
         group, workers = self.group, range(len(self._arguments.frames))
         group.check()
         with self._pausing:

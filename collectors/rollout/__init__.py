@@ -1,1 +1,1 @@
-"""A rollout: how a collector steps its environment, and where the steps go."""
+"""A rollout: how a collector steps its environment, and how the steps become a batch."""

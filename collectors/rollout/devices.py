@@ -1,6 +1,6 @@
-"""Devices: what is where, when it is copied, and what then waits for the copy.
+"""The devices of a rollout: where data is, when it is copied, and how the collector waits for the copy.
 
-The table of what waits follows TorchRL's "Collector Internals" page; docs/collector-internals.md has it.
+docs/collector-internals.md has a table of these waits, which follows TorchRL's "Collector Internals" page.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from asyncsync.collectors.arguments import RolloutArguments, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
 
-def _nothing() -> None:
-    """The copy needs no waiting for."""
+def _no_wait() -> None:
+    pass
 
 
 def _synchronize_cuda() -> None:
-    # A forked child of a process that used CUDA must not touch it: what has not been initialised copies nothing.
+    # A forked child of a process that used CUDA must not touch CUDA. Without initialisation, there are no copies.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def synchronisation(device: torch.device | None) -> Callable[[], None]:
-    """What waits for copies *to* a device; see the table in docs/collector-internals.md."""
+    """The function that waits for copies *to* a device; see the table in docs/collector-internals.md."""
     if device is None or device.type == "cuda":
-        return _nothing
+        return _no_wait
     if torch.cuda.is_available():
         return _synchronize_cuda
     if torch.backends.mps.is_available():
@@ -37,19 +37,19 @@ def synchronisation(device: torch.device | None) -> Callable[[], None]:
     if npu is not None and npu.is_available():
         synchronize: Callable[[], None] = npu.synchronize
         return synchronize
-    return _nothing
+    return _no_wait
 
 
 class RolloutDevices:
     """The devices of a collector's rollouts, from its arguments.
 
     Attributes:
-        device: where the next three are, unless they were given.
-        storing, policy, env: where batches are, where the policy acts, and where the environment is moved to.
-        no_cuda_sync: nothing waits for copies.
+        device: default of the next three devices.
+        storing, policy, env: the devices of batches, of the policy, and of the environment.
+        no_cuda_sync: do not wait for copies.
         sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
-        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of these reads it.
-        carrier_has_no_device: whether policy and environment cannot share one; known after :meth:`place`.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of the two reads it.
+        carrier_has_no_device: whether the environment has no device, or the policy another one; set by :meth:`place`.
     """
 
     def __init__(self, arguments: RolloutArguments) -> None:
@@ -65,7 +65,7 @@ class RolloutDevices:
         self.cast_to_env_device = self.cast_to_policy_device
 
     def place(self, environment: Any) -> Any:
-        """The environment, moved to its device; or its own device becomes that of the environment."""
+        """Move the environment to ``env`` and return it. If ``env`` is None, set it to the environment's own device."""
         if self.env is not None:
             environment = moved(environment, self.env)
         elif (own := exact_device(device_of(environment))) is not None:
@@ -78,22 +78,23 @@ class RolloutDevices:
 
     @property
     def are_alike_on_cpu(self) -> bool:
-        """Whether nothing is on another device than the CPU, and nothing is cast."""
+        """Whether everything is on the CPU, and nothing is cast."""
         return not self.cast_to_policy_device and all(
             device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env)
         )
 
     @property
     def stores_without_waiting(self) -> bool:
-        """Whether a copy into a batch may return before it is done."""
+        """Whether a copy into a batch may return before it has finished."""
         return self.storing is not None and self.is_non_blocking(self.storing, self.sync_storage)
 
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
-        """A copy may return before it is done only if something waits for it, or the device's own order does."""
-        return device.type == "cuda" or (synchronize is not _nothing and not self.no_cuda_sync)
+        """Whether a copy to this device may return before it has finished. This needs a later wait for the copy, or a
+        device that orders later work after it."""
+        return device.type == "cuda" or (synchronize is not _no_wait and not self.no_cuda_sync)
 
     def cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
-        """A TensorDict on another device; the same object where it is there already."""
+        """The TensorDict on this device; the same object if it is already there."""
         if data.device == device:
             return data
         there = data.to(device, non_blocking=self.is_non_blocking(device, synchronize))

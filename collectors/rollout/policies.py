@@ -1,6 +1,6 @@
-"""Policies: anything callable becomes a module that reads and writes a TensorDict.
+"""Policies: any callable becomes a module that reads and writes a TensorDict.
 
-Which policies are wrapped, and how, follows TorchRL's "RPCCollector" page (``policy``).
+The rules for wrapping follow TorchRL's "RPCCollector" page (``policy``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
     """Chooses random actions.
 
     Args:
-        action_spec: spec whose ``rand()`` returns a tensor, or a TensorDict of tensors. None: that of the collector's
-            environment.
+        action_spec: spec whose ``rand()`` returns a tensor, or a TensorDict of tensors. None: the spec of the
+            collector's environment.
         action_key: key of the action, if ``rand()`` returns a tensor.
     """
 
@@ -58,7 +58,7 @@ class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
 
 
 class CallablePolicy(nn.Module):
-    """A callable that is no module, as one: it has no weights."""
+    """A module, without weights, for a callable that is no module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -69,20 +69,21 @@ class CallablePolicy(nn.Module):
 
 
 class TensorPolicy(TensorDictModule):  # type: ignore[misc]
-    """A ``TensorDictModule`` for a policy of tensors, without the general one's detours, which take longer than a small
-    policy: one searches the disk for an optional library, at every call.
+    """A ``TensorDictModule`` for a policy of tensors, without the general one's overhead, which takes longer than a
+    small policy: at every call, for example, it searches the disk for an optional library.
 
-    Like :class:`PlainModule`, it can be called without a TensorDict: ``compute`` returns what the network makes of the
-    values of the first ``keys``, and ``write`` sets that under the second. ``is_plain``: nothing more is wanted at the
-    next call.
+    Like :class:`PlainModule`, it also works without a TensorDict. ``keys`` are its input and output keys; ``compute``
+    calls the network with the input values, and ``write`` sets the output in a TensorDict. ``is_plain``: a call does
+    nothing more than that.
     """
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
         super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
-        self.keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)  # the attributes are properties
+        # The base's in_keys and out_keys are properties, which are slower.
+        self.keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(tensordict)  # nobody but the collector has this module: there are no hooks
+        return self.forward(tensordict)  # only the collector has this module, so it has no hooks
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.write(tensordict, self.compute([tensordict.get(key, None) for key in self.keys[0]]))
@@ -91,7 +92,7 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
         return True
 
     def compute(self, values: list[Any]) -> Any:
-        policy = self._modules["module"]  # an attribute of a module is searched for
+        policy = self._modules["module"]  # faster than the attribute, which nn.Module searches for
         assert policy is not None
         return policy(*values)
 
@@ -100,8 +101,8 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
         values = out if isinstance(out, tuple) else (out,)
         if len(values) != len(out_keys):
             raise RuntimeError(
-                f"{_name(self.module)} returned {len(values)} values, but the environment takes {len(out_keys)}: "
-                f"{out_keys}. Wrap it in a TensorDictModule with its own out_keys"
+                f"{_name(self.module)} returned {len(values)} values, but the environment takes {len(out_keys)}, "
+                f"{out_keys}: wrap it in a TensorDictModule with its own out_keys"
             )
         size = tensordict.batch_size
         for key, value in zip(out_keys, values, strict=True):
@@ -120,8 +121,8 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
 
 
 def as_module(policy: Any, env: Any) -> nn.Module:
-    """The policy, made a module if it is another callable; for None, a RandomPolicy. A RandomPolicy without a spec gets
-    this environment's. Raises TypeError: it cannot be called."""
+    """The policy as a module; for None, a RandomPolicy. A RandomPolicy without a spec gets this environment's. Raises
+    TypeError: the policy is not callable."""
     if policy is None:
         return RandomPolicy(environments.action_spec(env), environments.action_keys(env)[0])
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
@@ -133,8 +134,8 @@ def as_module(policy: Any, env: Any) -> nn.Module:
     return CallablePolicy(policy)
 
 
-def checked(output: Any) -> TensorDictBase:
-    """What a policy has returned for a TensorDict. Raises TypeError: no TensorDict."""
+def checked_output(output: Any) -> TensorDictBase:
+    """The output of a policy that was called with a TensorDict. Raises TypeError: it is no TensorDict."""
     if not isinstance(output, TensorDictBase):
         raise TypeError(
             f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
@@ -143,9 +144,9 @@ def checked(output: Any) -> TensorDictBase:
     return output
 
 
-def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
-    """The policy on its device: itself, or a moved copy, so that the original stays where it is. Meta tensors get
-    memory there, full of NaN (zeros, where the dtype has none) until weights come."""
+def moved_policy(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
+    """The policy on this device: the policy itself if it is there, else a copy, so that the original does not move.
+    Meta tensors get memory there, filled with NaN until weights come (with zeros, if the dtype has no NaN)."""
     if device is None:
         return policy
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -166,35 +167,35 @@ def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) 
 
 
 def _materialise(policy: nn.Module, device: torch.device) -> None:
-    """Memory for meta tensors, which ``to`` refuses; ``to_empty`` would empty the others, too."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, whose id must stay its own
+    """Give memory to meta tensors, which ``to`` refuses. ``to_empty`` would also empty the other tensors."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensors, so that their ids stay unique
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        if id(tensor) not in made:  # tied weights stay tied: the same memory
+        if id(tensor) not in made:  # tied weights get the same memory, so they stay tied
             value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-            made[id(tensor)] = tensor, torch.full_like(tensor, value, device=device)  # not what memory happens to hold
+            made[id(tensor)] = tensor, torch.full_like(tensor, value, device=device)  # visible, unlike random memory
         return made[id(tensor)][1]
 
     policy._apply(filled)  # type: ignore[no-untyped-call]
 
 
-def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Sequence[Key]) -> Any:
-    """A module that takes and returns a TensorDict. Raises TypeError: the parameters of the policy's ``forward`` match
-    the observations neither by name nor by number."""
+def as_tensordict_module(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Sequence[Key]) -> Any:
+    """The policy as a module that takes and returns a TensorDict. Raises TypeError: the parameters of the policy's
+    ``forward`` match the observations neither by name nor by number."""
     if isinstance(policy, TensorDictModuleBase):
         return policy
     function = policy.function if isinstance(policy, CallablePolicy) else policy.forward
     signature = _signature(function)
-    if signature is None:  # of a builtin: one observation is the only guess that can be right
+    if signature is None:  # a builtin does not show its parameters, so pass all observations
         return TensorPolicy(policy, observation_keys, action_keys)
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and (
         parameters[0].name in ("tensordict", "td") or _is_tensordict(parameters[0].annotation)
     ):
         return policy
-    in_keys = _matched(parameters, list(observation_keys))
+    in_keys = _matching_keys(parameters, list(observation_keys))
     if in_keys is None:
         raise TypeError(
             f"{_name(policy)} takes {signature}, which does not fit the observations {list(observation_keys)}: name "
@@ -204,15 +205,15 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
     return TensorPolicy(policy, in_keys, action_keys)
 
 
-WITHOUT_INIT = (
+IS_INIT_HINT = (
     "a recurrent policy needs 'is_init', which marks a trajectory's first step, but the environment has none: pass "
     "auto_register_policy_transforms=True"
 )
 
 
 def primed(env: Any, policy: Any) -> Any:
-    """The environment, with what recurrent parts of the policy need and it lacks: what marks a trajectory's first step,
-    and what gives the first state. TorchRL's environments get transforms, others are wrapped."""
+    """The environment with entries that recurrent parts of the policy need and it lacks: "is_init", which marks a
+    trajectory's first step, and the first state. A TorchRL environment gets transforms; others are wrapped."""
     if not isinstance(policy, nn.Module):
         return env if environments.is_torchrl(env) else Primed(env, [])
     if not environments.is_torchrl(env):
@@ -256,8 +257,8 @@ def _is_tensordict(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, TensorDictBase)
 
 
-def _matched(parameters: list[inspect.Parameter], keys: list[Key]) -> list[Key] | None:
-    """The keys in the order of the parameters; None where they do not fit."""
+def _matching_keys(parameters: list[inspect.Parameter], keys: list[Key]) -> list[Key] | None:
+    """The keys in the order of the parameters; None: they do not fit."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [each for each in parameters if each.kind not in variadic]
     required = [each.name for each in named if each.default is inspect.Parameter.empty]
@@ -284,18 +285,17 @@ def _name(policy: nn.Module) -> str:
 
 # -- tensordict's own modules ------------------------------------------------------------------------------------------
 
-# They make detours for what a collector's policy seldom wants: keyword arguments are looked for, and for each result an
-# optional library on the disk. Called as below, a step of a CartPole takes 85 µs instead of 271 with a
-# TensorDictModule, 145 instead of 326 with a TensorDictSequential of two, 351 instead of 469 with a ProbabilisticActor;
-# with TorchRL's environment, 268, 274 and 515 instead of 358, 445 and 616.
+# At each call, these modules spend time on features that a collector's policy seldom uses: they look for keyword
+# arguments and, for each result, on the disk for an optional library. With the classes below, a step of a CartPole
+# takes 85 µs instead of 271 with a TensorDictModule, 145 instead of 326 with a TensorDictSequential of two, 351 instead
+# of 469 with a ProbabilisticActor; with TorchRL's environment, 268, 274 and 515 instead of 358, 445 and 616.
 #
-# Whatever else is wanted of a module (hooks, selected keys, another method, a class of its own, ``set_skip_existing``)
-# is seen at the next call, which is then the module's own. ``trust_policy=True`` is the switch: policies are called as
-# they are.
+# Each call checks whether the module uses such a feature (hooks, selected keys, another method, a class of its own,
+# ``set_skip_existing``), and then calls the module itself. ``trust_policy=True`` switches these classes off.
 
 
 def plainly_called(module: Any) -> Any:
-    """What calls the module in this way; the module itself, if it is of another kind."""
+    """A faster callable for this module; the module itself, if its class or one of its methods is not tensordict's."""
     for kind, call, methods in (
         (TensorDictModule, PlainModule, ("_call_module", "_write_to_tensordict")),
         (ProbabilisticTensorDictSequential, PlainProbabilistic, ("get_dist_params", "det_part", "_last_module")),
@@ -308,11 +308,11 @@ def plainly_called(module: Any) -> Any:
 
 
 class PlainModule:
-    """Calls a ``TensorDictModule``, with a TensorDict or, as a :class:`TensorPolicy` can be called, without."""
+    """Calls a ``TensorDictModule`` with a TensorDict or, like a :class:`TensorPolicy`, without one."""
 
     def __init__(self, given: TensorDictModule) -> None:
         self._given = given
-        self._returns_tensors = True  # until it has returned something else
+        self._returns_tensors = True  # False once it has returned something else
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         given = self._given
@@ -387,11 +387,11 @@ class PlainProbabilistic:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a call is its class's forward, and nothing else."""
+    """Whether calling the module only runs the ``forward`` of its class."""
     is_own = module._compiled_call_impl is None and "forward" not in vars(module) and not skip_existing()
     return is_own and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _returns_all(module: TensorDictSequential) -> bool:
-    """Whether it returns the TensorDict that its parts wrote into."""
+    """Whether the module returns the TensorDict that its parts wrote to."""
     return module.inplace is None and not (module._select_before_return or module.partial_tolerant)

@@ -1,4 +1,4 @@
-"""The rollout: what one environment and one policy make, step by step, until there is a batch."""
+"""The rollout: one environment and one policy make steps until a batch is full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import plainly_called, wrapped
+from asyncsync.collectors.rollout.policies import as_tensordict_module, plainly_called
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
@@ -35,33 +35,30 @@ from asyncsync.collectors.trajectories import Key, _TrajectoryPool, path_of, zer
 from asyncsync.collectors.weights.updates import ActingWeights
 
 LAG_SECONDS = 60.0
-"""How long a step waits for a version that max_lag demands."""
+"""How long a step waits for the version that max_lag requires."""
 
 
 class Rollouts:
-    """One rollout after another, of one environment and one policy. Whoever calls holds the lock.
+    """Makes the rollouts of one environment and one policy. The caller holds the lock.
 
     Args:
-        env: the environment, not moved yet.
-        weights: of the models that act.
+        env: the environment, before it is moved to its device.
+        weights: the weights of the acting models.
 
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
-        traj_pool: where trajectory ids come from.
-        policy: what acts, as a module that takes a TensorDict.
-        carrier: what goes from step to step.
-        keys: of entries that the environment has.
-        buffer: where the steps of each rollout go.
+        traj_pool: the source of trajectory ids.
+        policy: the acting policy, as a module that takes a TensorDict.
+        carrier: the state between two steps.
+        keys: the keys of the environment's entries.
+        buffer: stores the steps of a rollout.
         steps: makes a step.
-        frames: how many have been collected.
-        random: for a collector that is a worker: whether its trainer wants the policy left out.
-        signals: what the trainer of a worker wants; None: this collector is no worker.
+        frames: number of collected frames.
+        random: for a worker's collector: whether the trainer wants random actions.
+        signals: the wishes of a worker's trainer. None: this collector is no worker.
     """
 
-    devices: RolloutDevices
     policy: Any
-    carrier: Carrier
-    buffer: RolloutBuffer
     steps: TensorDictSteps
 
     def __init__(self, env: Any, arguments: RolloutArguments, weights: ActingWeights, lock: RolloutLock) -> None:
@@ -75,7 +72,7 @@ class Rollouts:
         self._lock = lock
 
     def set_up(self) -> None:
-        """Move the environment to its device, limit its steps, and reset it; fit the arguments to it."""
+        """Move the environment to its device, limit its steps, reset it, and fit the arguments to its batch size."""
         self.devices = devices = RolloutDevices(self.arguments)
         self.env = limited(devices.place(self.env), self.arguments.max_frames_per_traj)
         self.carrier = Carrier(self.arguments, self._weights, self.traj_pool, devices)
@@ -94,8 +91,8 @@ class Rollouts:
         self.buffer = RolloutBuffer(self.arguments.steps, self.batch_size, devices.storing, memory)
 
     def _check_keys(self, root: TensorDictBase) -> None:
-        """Raises ValueError: the environment has entries where this collector writes others. TorchRL's environments may
-        give an observation and an action one key, and count versions."""
+        """Raises ValueError: the environment uses keys that this collector writes. But a TorchRL environment may use
+        one key for an observation and an action, and write "policy_version"."""
         actions, taken = environments.action_keys(self.env), ["next", "collector"]
         if environments.is_torchrl(self.env):
             actions = []
@@ -107,7 +104,7 @@ class Rollouts:
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
     def set_policy(self, policy: nn.Module) -> None:
-        """Act with this policy, which is on its device."""
+        """Use this policy, which is already on its device."""
         trust, compiled = self.arguments.trust_policy, self.arguments.compile_policy
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
@@ -118,14 +115,14 @@ class Rollouts:
             labels = ["collector", "policy_version"] if self.arguments.track_policy_version else ["collector"]
             root = self.carrier.root.exclude(*labels)
             observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
-            self.policy = wrapped(policy, observed, environments.action_keys(self.env))
+            self.policy = as_tensordict_module(policy, observed, environments.action_keys(self.env))
         if compiled:
             self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
         if cudagraph := self.arguments.cudagraph_policy:
             options = cudagraph if isinstance(cudagraph, Mapping) else {}
             self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **options)
         is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
-        is_array = not is_profiled and ArraySteps.fit(self.env, self.arguments, self.devices)
+        is_array = not is_profiled and ArraySteps.supports(self.env, self.arguments, self.devices)
         self.steps = steps = (ArraySteps if is_array else TensorDictSteps)(
             self.env,
             self.policy if trust else plainly_called(self.policy),
@@ -135,7 +132,7 @@ class Rollouts:
             self.arguments,
             self.devices,
         )
-        if is_profiled:  # torch's profiler shows these as ranges
+        if is_profiled:  # torch's profiler then shows these as ranges
             steps.act = record_function("Collector.policy")(steps.act)  # type: ignore[method-assign]
             steps.play = record_function("Collector.env_step")(steps.play)  # type: ignore[method-assign]
             steps.advance = record_function("Collector.carrier")(steps.advance)  # type: ignore[method-assign]
@@ -145,15 +142,15 @@ class Rollouts:
 
     @torch.no_grad()
     def _reset(self, **kwargs: Any) -> TensorDictBase:
-        """Reset all environments; a model in them does not change meanwhile."""
+        """Reset all environments in a hold, because they may have models."""
         self.carrier.is_lost = True
         with self._weights.holds():
             return environments.reset(self.env, **kwargs)
 
     @torch.no_grad()
     def reset(self, index: Any = None, kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """Reset all environments (None), or those of an index; they begin new trajectories. Returns the identifiers of
-        trajectories that an index has ended."""
+        """Reset the environments of this index; None: all. They begin new trajectories. With an index, returns the
+        identifiers of the trajectories that it breaks off."""
         if index is None:
             self.carrier.begin(self._reset(**kwargs))
             return []
@@ -161,7 +158,7 @@ class Rollouts:
             raise ValueError("reset(index=) needs a batch of environments, but there is only one: leave index out")
         mask = torch.zeros(self.batch_size, dtype=torch.bool)
         mask[index] = True
-        self.carrier.is_lost = True  # some may be reset when another one raises
+        self.carrier.is_lost = True  # if one environment raises, others may be reset already
         with self._weights.holds():
             root = environments.reset_some(self.env, self.carrier.root.exclude("collector", "next"), mask, kwargs)
         for key in root.keys(True, True):
@@ -173,12 +170,12 @@ class Rollouts:
             ids = self.carrier.labels.get("traj_ids")
             broken_off = ids[mask.to(ids.device)].flatten().tolist()
             self.carrier.renew_ids(mask.cpu().numpy())
-        self.carrier.go_on(root)
+        self.carrier.continue_from(root)
         return broken_off
 
     @torch.no_grad()
     def set_seed(self, seed: int, static_seed: bool) -> int:
-        """Seed the environment, which may reset it; :meth:`reset` has to follow. Returns the seed that comes after."""
+        """Seed the environment, which may reset it, so call :meth:`reset` afterwards. Returns the next seed."""
         self.carrier.is_lost = True
         with self._weights.holds():
             return environments.set_seed(self.env, seed, static_seed)
@@ -187,25 +184,24 @@ class Rollouts:
 
     @torch.no_grad()
     def roll(self) -> TensorDictBase | None:
-        """One rollout, by the thread that holds the lock: ``[*env.batch_size, time]``; None: its frames were added to
-        the replay buffer."""
+        """One rollout, ``[*env.batch_size, time]``. None: its frames were added to the replay buffer."""
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
         interruptor, is_cut, frame = arguments.interruptor, False, None
         weights.check()
         if arguments.reset_at_each_iter or self.carrier.is_lost:
             self.reset()
-        random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
+        random = bool(self.random) or self.frames < arguments.init_random_frames  # for the whole rollout
         max_lag, left = arguments.max_lag, arguments.steps
         buffer.begin()
         with set_interaction_type(arguments.exploration_type):
             while left and not is_cut:
-                if lock.wanted:
-                    lock.give_way()
-                if left < arguments.steps and signals is not None and signals.interrupts():
+                if lock.stop_wanted:
+                    lock.wait_while_stopped()
+                if left < arguments.steps and signals is not None and signals.wants_rollout_to_end():
                     break
                 if max_lag is not None:
                     weights.keep_up(max_lag, LAG_SECONDS)
-                # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
+                # Steps share a hold until an update waits, because entering a hold takes as long as a small policy.
                 with weights.holds() as holds:
                     self.carrier.label_version()
                     while True:
@@ -214,10 +210,14 @@ class Rollouts:
                         is_cut = interruptor is not None and interruptor.collection_stopped()
                         if not left or is_cut or frame is not None or max_lag is not None:
                             break
-                        if lock.wanted or holds.awaited or (signals is not None and signals.calls):
+                        if (
+                            lock.stop_wanted
+                            or holds.is_update_waiting
+                            or (signals is not None and signals.wants_hold_to_end)
+                        ):
                             break
-                if frame is not None:  # outside: a replay buffer may wait, or change weights
-                    self._add(frame, last=is_cut or not left)
+                if frame is not None:  # outside the hold, because a replay buffer may wait, or change weights
+                    self._add_to_buffer(frame, last=is_cut or not left)
                     if self.frames >= arguments.total_frames:
                         break
         if frame is not None:
@@ -227,8 +227,8 @@ class Rollouts:
             truncate(batch[..., -1], self.keys.truncated)
         return batch
 
-    def _add(self, frame: TensorDictBase, last: bool) -> None:
-        """One step straight to the replay buffer, which may keep what it is given."""
+    def _add_to_buffer(self, frame: TensorDictBase, last: bool) -> None:
+        """Add one step to the replay buffer, which may keep the TensorDict."""
         if last or self.frames + frame.numel() >= self.arguments.total_frames:
             truncate(frame, self.keys.truncated)
         self.arguments.replay_buffer.add(frame)
@@ -237,26 +237,26 @@ class Rollouts:
     # -- a batch without steps ----------------------------------------------------------------------------------------
 
     def fake(self) -> TensorDictBase:
-        """A rollout of zeros: as the latest one was, else as the environment's specs and one call of the policy tell.
-        Raises TypeError: the environment has none of these."""
+        """A rollout of zeros with the layout of the latest rollout. Before the first one, the environment's specs and
+        one call of the policy determine the layout. Raises TypeError: the environment has no specs."""
         layout = self.buffer.layout
-        batch = self._from_specs() if layout is None else empty_batch(layout).zero_()
+        batch = self._fake_from_specs() if layout is None else empty_batch(layout).zero_()
         truncate(batch[..., -1], self.keys.truncated)
         return batch
 
     @torch.no_grad()
-    def _from_specs(self) -> TensorDictBase:
+    def _fake_from_specs(self) -> TensorDictBase:
         steps = self.arguments.steps
         step = self.carrier.root.exclude("next").clone().zero_()
         after = environments.fake_next(self.env, step.exclude("collector"))
-        # A policy that draws random numbers leaves those that come next as they are.
+        # fork_rng: a policy that draws random numbers must not change those of the next rollout.
         with (
             torch.random.fork_rng(devices=[]),
             set_interaction_type(self.arguments.exploration_type),
             self._weights.holds(),
         ):
             self.steps.act(step, random=False)
-        written = step.get("next", None)  # by a recurrent policy
+        written = step.get("next", None)  # a recurrent policy writes its new state there
         step.set("next", after)
         if written is not None:
             keep_written(written, after, step.copy(), self.keys)
@@ -271,7 +271,7 @@ class Rollouts:
 
 
 def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:
-    """Mark a step, which may be a part of a batch, as truncated: under these keys, and what is done beside them."""
+    """Set the flag "truncated" at these keys of a step, or of a part of a batch, and the flag "done" beside it."""
     for key in keys:
         for name in ("truncated", "done"):
             flag = step.get(("next", *path_of(key)[:-1], name), None)

@@ -1,21 +1,20 @@
 """One step of a collector: the policy acts, the environment steps, and the step is stored.
 
-A collector's constructor chooses one of two ways, for good:
+A collector's constructor chooses one of two classes:
 
-- :class:`TensorDictSteps`: any policy, environment, device and option.
-- :class:`ArraySteps`: a :class:`GymEnv` on the CPU. The environment writes into the batch's memory itself.
+- :class:`TensorDictSteps`: for any policy, environment, device and option.
+- :class:`ArraySteps`: for a :class:`GymEnv` on the CPU, which writes into the batch's memory itself.
 
-Both go from one state of a :class:`Carrier` to the next. After TorchRL's "Collector Internals" page (Per-timestep
-flow), a step is::
+Each step moves a :class:`Carrier` from one state to the next. It follows TorchRL's "Collector Internals" page
+(Per-timestep flow)::
 
     carrier ──(cast, _sync_policy)──▶ policy ──▶ carrier.update ──(cast, _sync_env)──▶ environment.step_and_maybe_reset
     carrier.set("next") ──▶ copied into the batch (_sync_storage), or a clone added to the replay buffer
     carrier = the state after a possible reset, with fresh trajectory ids where one has ended
 
-The environment never sees the carrier's ``"collector"`` entry: it is taken off before a step, and put on the next
-carrier.
+The environment never sees the carrier's ``"collector"`` entry, which is removed before a step and added after it.
 
-A :class:`RolloutBuffer` makes a batch of the steps.
+A :class:`RolloutBuffer` makes a batch from the steps.
 """
 
 from __future__ import annotations
@@ -33,55 +32,56 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of
+from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.devices import RolloutDevices
-from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked
+from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked_output
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
-_form = attrgetter("__class__", "shape", "dtype")
+_type_shape_dtype = attrgetter("__class__", "shape", "dtype")
 
-NONE = (None, np.empty(0))
-NUMBERS = ("reward", "terminated", "truncated", "done")
-"""Of a step of Gymnasium's environments, beside the observation."""
+UNKNOWN = (None, np.empty(0))
+SCALARS = ("reward", "terminated", "truncated", "done")
+"""What a step of a Gymnasium environment has beside the observation."""
 
 SMALL_STEP = 32 << 10
-"""Bytes of a step up to which copying it twice is quicker than making views for it."""
+"""For steps of up to this many bytes, copying twice is faster than making views."""
 STAGED_STEPS = 64
 LARGE_LEAF = 1 << 20
-"""Bytes from which a leaf's memory is kept for a later batch."""
+"""A leaf of a batch with at least this many bytes keeps its memory for a later batch."""
 
 
 class Carrier:
-    """What goes from step to step: what the policy reads next, and the labels of its frames, which are trajectory ids
-    and the version of the weights.
+    """The state between two steps: the entries that the policy reads next, and the labels of their frame, which are
+    trajectory ids and the version of the weights.
 
     Attributes:
-        arrays: the labels, by name. An array never changes, as snapshots may have it: it is replaced.
-        is_lost: the environment may be further than this, because one of its methods has raised, or Ctrl-C has struck
-            in it: the next rollout begins with a reset.
+        label_arrays: the labels, by name. A label is replaced by a new array and never written to, because snapshots
+            may share the array.
+        is_lost: the environment may be ahead of this state, because one of its methods raised or Ctrl-C interrupted it.
+            The next rollout begins with a reset.
     """
 
     def __init__(
         self, arguments: RolloutArguments, weights: ActingWeights, pool: _TrajectoryPool, devices: RolloutDevices
     ) -> None:
-        self.arrays: dict[str, Array] = {}
+        self.label_arrays: dict[str, Array] = {}
         self.is_lost = False
         self._arguments = arguments
         self._weights = weights
         self._pool = pool
         self._devices = devices
-        self._is_labelled = False  # whether the labels are these arrays
+        self._labels_are_current = False  # whether _labels has the arrays of label_arrays
         self._root: TensorDictBase | None = None
         self._entries: dict[str, Any] = {}
 
     @property
     def root(self) -> TensorDictBase:
-        """What the policy reads next, with the labels as ``"collector"``."""
+        """The entries that the policy reads next, with the labels as ``"collector"``."""
         labels = self.labels
         if self._root is None:
             self._root = TensorDict(self._entries | {"collector": labels}, labels.shape, device=labels.device)
@@ -89,7 +89,7 @@ class Carrier:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """The same without the labels. To set it is quicker than :meth:`go_on`."""
+        """:attr:`root` without the labels. Setting this is faster than :meth:`continue_from`."""
         if self._root is not None:
             self._entries = {name: value for name, value in self._root.items() if name not in ("collector", "next")}
         return self._entries
@@ -101,26 +101,26 @@ class Carrier:
     @property
     def labels(self) -> TensorDict:
         """The labels, on the environment's device."""
-        if not self._is_labelled:
-            for name, array in self.arrays.items():
+        if not self._labels_are_current:
+            for name, array in self.label_arrays.items():
                 self._labels.set(name, torch.from_numpy(array))
-            self._is_labelled = True
+            self._labels_are_current = True
         return self._labels
 
     def begin(self, root: TensorDictBase) -> None:
-        """Go on from a reset of all environments."""
+        """Start from the TensorDict that a reset of all environments returned."""
         size = root.batch_size
         self._labels = TensorDict({}, size, device=self._devices.env)
         self._version = -1
         if self._arguments.track_traj_ids:
             self._label("traj_ids", self._pool.draw(size.numel()).reshape(size))
         self.label_version()
-        self.go_on(root)
+        self.continue_from(root)
 
-    def go_on(self, root: TensorDictBase) -> None:
-        """Go on from this TensorDict."""
+    def continue_from(self, root: TensorDictBase) -> None:
+        """Continue from the TensorDict that the environment returned."""
         if self._devices.carrier_has_no_device and root.device is not None:
-            root = root.copy().clear_device_()  # a copy: the environment may keep its own
+            root = root.copy().clear_device_()  # a copy, because the environment may keep the original
         root.set("collector", self.labels)
         if self._arguments.track_policy_version:
             root.set("policy_version", self.labels.get("policy_version"))
@@ -128,18 +128,18 @@ class Carrier:
         self.is_lost = False
 
     def _label(self, name: str, array: Array) -> None:
-        self.arrays[name] = array
-        self._is_labelled = False
+        self.label_arrays[name] = array
+        self._labels_are_current = False
 
     def renew_ids(self, ended: Array) -> None:
-        """Fresh trajectory ids for the environments of a mask, bool of the batch's shape."""
+        """Give new trajectory ids to the environments where the mask, of the batch's shape, is True."""
         if self._arguments.track_traj_ids:
-            renewed = self.arrays["traj_ids"].copy()
+            renewed = self.label_arrays["traj_ids"].copy()
             renewed[ended] = self._pool.draw(int(np.count_nonzero(ended)))
             self._label("traj_ids", renewed)
 
     def label_version(self) -> None:
-        """Label frames with the version of the acting weights, which changes between two holds."""
+        """Label frames with the version of the acting weights, which can change only between two holds."""
         version = self._weights.version()
         if version == self._version:
             return
@@ -154,11 +154,11 @@ class Carrier:
 
 @dataclass(eq=False)
 class TensorDictSteps:
-    """Steps of any environment, in TensorDicts. ``call`` calls the policy with one; ``keys`` are those of entries that
-    the environment has."""
+    """Steps any environment, with TensorDicts. ``policy`` takes a TensorDict; ``keys`` are those of the
+    environment's entries."""
 
     env: Any
-    call: Any
+    policy: Any
     carrier: Carrier
     buffer: RolloutBuffer
     keys: EntryKeys
@@ -166,15 +166,15 @@ class TensorDictSteps:
     devices: RolloutDevices
 
     def step(self, random: bool) -> TensorDictBase | None:
-        """One step, inside a hold: what a model returns may be a view of its weights. Returns a clone for the replay
-        buffer, if frames are added one by one.
+        """Make one step. The caller is inside a hold, because a model may return a view of its weights. Returns a clone
+        for the replay buffer, if frames are added one by one.
 
-        If this raises, the carrier is as before; if the environment has raised, it is lost. Where only the storing has
-        failed, the carrier goes on, as the environment has made its step.
+        If this raises, the carrier stays as it was, and if the environment raised, it is lost. But if only storing the
+        step failed, the carrier moves on, because the environment has made its step.
         """
         td = self.carrier.root
         known = dict(td.items())
-        if "next" in known:  # of a step that Ctrl-C has ended: nothing that a policy wrote
+        if "next" in known:  # left by a step that Ctrl-C ended; the policy must not seem to have written it
             td.del_("next")
             del known["next"]
         try:
@@ -188,26 +188,26 @@ class TensorDictSteps:
         return self._store(td, root)
 
     def act(self, td: TensorDictBase, random: bool) -> None:
-        """The policy reads the TensorDict and writes into it."""
+        """Let the policy read the TensorDict and write into it."""
         if random:
             environments.rand_action(self.env, td)
             return
         devices = self.devices
         if not devices.cast_to_policy_device or devices.policy is None:
-            output = self.call(td)
+            output = self.policy(td)
             if output is not td:
-                td.update(checked(output))
+                td.update(checked_output(output))
             return
         given = devices.cast(td, devices.policy, devices.sync_policy)
         before = dict(given.items(True, True))
-        output = checked(self.call(given))
+        output = checked_output(self.policy(given))
         if output is not td:
-            # Only what the policy wrote: the rest of the carrier stays on its device.
+            # Copy only what the policy wrote, so that the rest of the carrier stays on its device.
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
             td.update(output.select(*written))
 
     def _step_env(self, td: TensorDictBase) -> TensorDictBase:
-        """Step the environment; returns the root of the next step. ``td`` has all of this step then."""
+        """Step the environment and complete ``td`` with its results. Returns the root of the next step."""
         labels = td.get("collector")
         td.del_("collector")
         try:
@@ -221,8 +221,8 @@ class TensorDictSteps:
         return root
 
     def play(self, td: TensorDictBase) -> TensorDictBase:
-        """What the environment makes of the policy's actions."""
-        written = td.get("next", None)  # by a recurrent policy
+        """Pass the policy's actions to the environment, and write its results into ``td``. Returns the next root."""
+        written = td.get("next", None)  # a recurrent policy writes its new state there
         given = td
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
@@ -240,7 +240,7 @@ class TensorDictSteps:
 
     def _store(self, td: TensorDictBase, root: TensorDictBase) -> TensorDictBase | None:
         try:
-            if self.arguments.adds:
+            if self.arguments.adds_frames:
                 clone: TensorDictBase = td.clone()
                 return clone
             devices = self.devices
@@ -248,29 +248,29 @@ class TensorDictSteps:
             if devices.storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
-        finally:  # the environment has made its step, whatever became of the frame
+        finally:  # even if storing failed, because the environment has made its step
             self.advance(td, root)
 
     def advance(self, td: TensorDictBase, root: TensorDictBase) -> None:
-        """From one step's TensorDict to the next's, with fresh ids where a trajectory has ended."""
+        """Move the carrier to the next root, with new ids where a trajectory has ended."""
         if self.arguments.track_traj_ids:
             after = td.get("next")
-            for key in self.keys.done:  # most steps end no trajectory, so without a tensor that is not needed
+            for key in self.keys.done:  # most steps end no trajectory, so check before computing the mask
                 done = after.get(key, None)
                 if done is None or (done if done.numel() == 1 else done.any()):
                     self.carrier.renew_ids(_aggregate_end_of_traj(after, self.keys.done).cpu().numpy())
                     break
-        self.carrier.go_on(root)
+        self.carrier.continue_from(root)
 
 
 class _Rows:
-    """Where steps of one layout are written.
+    """The memory of a batch of one layout, as arrays with one row per step.
 
     Attributes:
-        fits: whether :meth:`GymEnv.play` writes all that such steps have under ``"next"``.
-        forms: of what a step has at its root but labels: shape and dtype by name.
-        each: what a step has under ``"next"``, for each row.
-        root, labels: arrays of these, by name, with a row for each step.
+        fits: whether :meth:`GymEnv.play` writes every entry that such steps have under ``"next"``.
+        forms: shape and dtype of a step's root entries without the labels, by name.
+        next_arrays: for each row, the arrays of a step's entries under ``"next"``.
+        root, labels: the arrays of the root entries and of the labels, by name.
     """
 
     def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
@@ -279,44 +279,42 @@ class _Rows:
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
         self.root, self.labels, after, *others = parts.values()
         self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
-        self._numbers = [after.pop(name)[..., 0] for name in NUMBERS if name in after]
-        self._last = after
-        is_known = len(self._numbers) == len(NUMBERS) and after.keys() in (set(), env.observation_spec.keys())
+        scalars = [after.pop(name)[..., 0] for name in SCALARS if name in after]
+        is_known = len(scalars) == len(SCALARS) and after.keys() in (set(), env.observation_spec.keys())
         self.fits = is_known and not others and env.root_forms.items() <= self.forms.items()
-        self.each = [self._after(index) for index in range(len(memory[0]))] if self.fits else []
-
-    def _after(self, index: int) -> StepArrays:
-        reward, terminated, truncated, done = self._numbers
-        last = {name: array[index, ...] for name, array in self._last.items()}
-        return StepArrays(
-            reward[index, ...], terminated[index, ...], truncated[index, ...], done[index, ...], last or None
-        )
+        self.next_arrays: list[StepArrays] = []
+        if self.fits:
+            for index in range(len(memory[0])):
+                reward, terminated, truncated, done = (array[index, ...] for array in scalars)
+                last = {name: array[index, ...] for name, array in after.items()}
+                self.next_arrays.append(StepArrays(reward, terminated, truncated, done, last or None))
 
 
 class ArraySteps(TensorDictSteps):
-    """Steps of a :class:`GymEnv` as arrays: no TensorDict is made of what it returns, and none is taken apart; it
-    writes into the buffer's memory. Beside a small environment and its policy, :class:`TensorDictSteps` takes as long
-    as both: for a CartPole, a step takes 169 µs there, and 85 here.
+    """Steps a :class:`GymEnv` with arrays. The environment writes into the buffer's memory, and no TensorDict is made
+    or taken apart. With a small environment and policy, :class:`TensorDictSteps` takes as long as both of them: a
+    CartPole step takes 169 µs there, and 85 here.
 
-    What has no place in a batch's layout is stored as :class:`TensorDictSteps` does: the first step of all, which shows
-    the layout; and a step in which the policy writes other entries.
+    Two kinds of steps do not fit an expected layout, and are stored as in :class:`TensorDictSteps`: the very first
+    step, which shows the layout, and a step in which the policy writes other entries.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        call = self.call
-        self._tensors_call: PlainModule | TensorPolicy | None = None
-        if isinstance(call, PlainModule | TensorPolicy) and all(isinstance(k, str) for keys in call.keys for k in keys):
-            self._tensors_call = call
+        policy = self.policy
+        self._tensor_policy: PlainModule | TensorPolicy | None = None
+        if isinstance(policy, PlainModule | TensorPolicy) and all(type(k) is str for keys in policy.keys for k in keys):
+            self._tensor_policy = policy
         self._no_flags = self.env.no_flags()
-        self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
-        """What the environment has at the root of the next step: tensors and their arrays."""
+        self._known_arrays = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
+        """Tensors that the environment put at the root of the next step, each with its array, by name."""
 
     @staticmethod
-    def fit(env: Any, arguments: RolloutArguments, devices: RolloutDevices) -> bool:
-        """Whether all is on the CPU, nothing but ``compact_obs`` changes what the environment returns, and
-        :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have replaced."""
-        if not isinstance(env, GymEnv) or not env.is_flat or arguments.adds or arguments.track_policy_version:
+    def supports(env: Any, arguments: RolloutArguments, devices: RolloutDevices) -> bool:
+        """Whether everything is on the CPU, no option but ``compact_obs`` changes the environment's results, and
+        neither a subclass nor the user has replaced the methods with which :meth:`GymEnv.play` stands in for
+        ``step_and_maybe_reset``."""
+        if not isinstance(env, GymEnv) or not env.is_flat or arguments.adds_frames or arguments.track_policy_version:
             return False
         names = ("step_and_maybe_reset", "play", "container")
         is_own = all(name not in vars(env) and getattr(type(env), name) is getattr(GymEnv, name) for name in names)
@@ -324,58 +322,58 @@ class ArraySteps(TensorDictSteps):
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        rows = buffer.rows(env)
+        rows = buffer.array_rows(env)
         if rows is None or not rows.fits:
             return super().step(random)
         entries = carrier.entries
-        call, td, given = self._tensors_call, None, None
-        if call is not None and not random and call.is_plain():
-            in_names, out_names = call.keys
-            out = call.compute([entries.get(name) for name in in_names])
+        policy, td, given = self._tensor_policy, None, None
+        if policy is not None and not random and policy.is_plain():
+            in_names, out_names = policy.keys
+            out = policy.compute([entries.get(name) for name in in_names])
             values = out if type(out) is tuple else (out,)
             if len(values) == len(out_names):
                 following = entries | dict(zip(out_names, values, strict=True))
-                given = self._arrays(following, rows)
+                given = self._arrays_to_store(following, rows)
             if given is None:
-                td = self._tensordict(entries)
-                call.write(td, out)
+                td = self._policy_input(entries)
+                policy.write(td, out)
         else:
-            td = self._tensordict(entries)
+            td = self._policy_input(entries)
             self.act(td, random)
             following = dict(td.items())
             following.pop("collector", None)
-            given = self._arrays(following, rows)
+            given = self._arrays_to_store(following, rows)
         if given is None:
             return self._store(td, self._step_env(td))
-        index = buffer.place()
+        index = buffer.next_row()
         for name, array in rows.root.items():
             array[index] = given[name]
         for name, array in rows.labels.items():
-            array[index] = carrier.arrays[name]
+            array[index] = carrier.label_arrays[name]
         carrier.is_lost = True
-        first, finished = env.play(given, rows.each[index])
+        first, finished = env.play(given, rows.next_arrays[index])
         if finished is not None:
             carrier.renew_ids(finished)
         following |= self._no_flags
         for name, array in first.items():
             following[name] = tensor = torch.from_numpy(array)
-            self._made[name] = tensor, array
+            self._known_arrays[name] = tensor, array
         carrier.entries = following
-        buffer.count += 1  # no calls from here on: an interrupt finds a whole step
+        buffer.count += 1  # no calls follow, so Ctrl-C cannot leave half a step
         carrier.is_lost = False
         return None
 
-    def _tensordict(self, entries: dict[str, Any]) -> TensorDict:
-        """What a policy reads and writes. It may change the flags in place, so these are not ours."""
+    def _policy_input(self, entries: dict[str, Any]) -> TensorDict:
+        """A TensorDict for the policy. It gets flags of its own, because a policy may change them in place."""
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
-    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
-        """What is to be stored of a step's root; None: these rows have no place for it."""
+    def _arrays_to_store(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
+        """The arrays to store for a step's root entries; None: these rows do not fit them."""
         if entries.keys() != rows.forms.keys():
             return None
         found: dict[Any, Array] = {}
         for name, value in entries.items():
-            made, array = self._made.get(name, NONE)
+            made, array = self._known_arrays.get(name, UNKNOWN)
             if value is not made:
                 if type(value) is not torch.Tensor or (value.shape, value.dtype) != rows.forms[name]:
                     return None
@@ -384,12 +382,12 @@ class ArraySteps(TensorDictSteps):
         return found
 
 
-# Entries of a step beside those that policy and environment have for each other.
+# Entries of a step that need special treatment
 
 
 def compact(td: TensorDictBase, keys: Iterable[Key]) -> None:
-    """Take these entries out of a step's ``"next"``: the next step has them at its root. The environment may keep what
-    it returned, so it is left as it is."""
+    """Remove these entries from a step's ``"next"``, because the next step has them at its root. Works on a copy of
+    ``"next"``, because the environment may keep the original."""
     after = td.get("next").copy()
     for key in keys:
         if after.get(key, None) is not None:
@@ -398,10 +396,11 @@ def compact(td: TensorDictBase, keys: Iterable[Key]) -> None:
 
 
 def keep_written(written: TensorDictBase, after: TensorDictBase, root: TensorDictBase, keys: EntryKeys) -> None:
-    """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
+    """Copy the recurrent state that a policy wrote under ``"next"`` into the next root, with zeros where a trajectory
+    has ended. Otherwise the policy would read its old state again, or none.
 
-    State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
-    Any other environment would show the policy the old state again, or none.
+    If the environment itself has that state, for example from a TensorDictPrimer, it carries the state on, so this
+    leaves it alone.
     """
     found = [key for key in written.keys(True, True) if path_of(key) not in keys.own]
     if not found:
@@ -417,45 +416,41 @@ def keep_written(written: TensorDictBase, after: TensorDictBase, root: TensorDic
 
 
 class RolloutBuffer:
-    """Where the steps of one rollout go until they are a batch.
+    """Stores the steps of one rollout until they are a batch.
 
-    The first step of a rollout determines the :class:`BatchLayout`, and ``allocate(layout)`` gives memory for the whole
-    batch, into which each step is copied, by one ``torch._foreach_copy_``: no TensorDict is made per step, and nothing
-    is stacked at the end. A step with other keys, shapes or dtypes, or one that is no plain nested TensorDict of
-    strided tensors (NonTensorData, lazy stacks, nested tensors), makes the rest of that rollout a list of clones, which
-    :meth:`finish` stacks, lazily where shapes differ.
+    The first step of a rollout determines the :class:`BatchLayout`. ``allocate(layout)`` returns memory for the whole
+    batch, and one ``torch._foreach_copy_`` copies each step into it. So no step needs a TensorDict of its own, and
+    nothing is stacked at the end. After a step with other keys, shapes or dtypes, or one that is no plain nested
+    TensorDict of strided tensors (NonTensorData, lazy stacks, nested tensors), the rest of the rollout becomes a list
+    of clones, which :meth:`finish` stacks, lazily if shapes differ.
 
-    What an ``allocate``, such as the one by which workers put batches into shared memory, can rely on:
+    The contract of ``allocate``, with which workers, for example, put batches into shared memory:
 
     - It is called once per rollout, right before the first step is written, and never for a rollout without a layout.
-      Where the last rollout's layout was expected, and the first step has another, it is called once more, for that.
-    - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every
-      time.
-    - It returns None (any memory will do), or a TensorDict with the layout's leaves, each of its shape in
-      ``layout.shapes`` and of the leaf's dtype, as :meth:`BatchLayout.build` makes it. They may be strided views, and
+      If the first step does not have the expected layout, it is called once more, with the new layout.
+    - ``layout`` compares and hashes by value, and pickles. The same environment and policy always give equal layouts.
+    - It returns None (the buffer allocates memory), or a TensorDict like that of :meth:`BatchLayout.build`: with the
+      layout's leaves, in their dtypes and in the shapes of ``layout.shapes``. They may be strided views, and
       uninitialised.
-    - :meth:`finish` returns that very TensorDict if the rollout was complete and every step fitted, ``batch[..., :t]``
-      of it if the rollout was ended early. Otherwise its contents are meaningless.
-    - An exception that it raises ends the rollout and propagates; the next rollout calls it again.
+    - :meth:`finish` returns that very TensorDict if the rollout was complete and every step fitted, and
+      ``batch[..., :t]`` of it if the rollout ended early. Otherwise its contents are meaningless.
+    - If it raises, the rollout ends with that error; the next rollout calls it again.
 
-    Small steps go through a few steps' worth of memory, whose views are made once, and from there to the batch many at
-    a time. That saves 2 to 8 % of a step of CartPoles; without it 64 vectorised ones miss their bar.
+    Small steps are first copied to staging memory, whose views are made once, and then to the batch, many steps at a
+    time. That saves 2 to 8 % of a CartPole step; without it, 64 vectorised CartPoles miss their bar.
 
     Args:
         steps: capacity of a rollout.
-        device: where leaves are copied to (``storing_device``); None: each stays on the device where it was created.
-        allocate: :class:`NewBatches` gives a new batch each time, :class:`SameBatch` (``return_same_td``) the same
-            again and again. Without it, memory is new.
+        device: device of the stored leaves (``storing_device``). None: each leaf stays on its device.
+        allocate: see above. :class:`NewBatches` returns a new batch each time, :class:`SameBatch` (for
+            ``return_same_td``) always the same one. Default: new memory.
 
     Attributes:
         count: steps of this rollout so far.
-        layout: of a whole rollout, as the latest one was; None: there was none, or no layout describes it.
+        layout: the layout of a full rollout like the latest one. None: there was no rollout, or no layout describes it.
     """
 
-    count: int
-    layout: BatchLayout | None
-    _batch: TensorDictBase | None
-    _flushed: int
+    _num_flushed: int
     _views: list[tuple[torch.Tensor, ...]]
     _rows: _Rows | None
     _staged: list[torch.Tensor]
@@ -471,132 +466,132 @@ class RolloutBuffer:
         self.allocate = allocate
         self._steps = steps
         self._batch_size = torch.Size(batch_size)
-        self._learn(None)
+        self._expect(None)
         self.begin()
 
     def begin(self) -> None:
-        """Forget the steps of an earlier rollout, finished or not."""
+        """Start a rollout, and drop the steps of an earlier, unfinished one."""
         self.count = 0
-        self._loose: list[TensorDictBase] | None = None
-        self._attach(None)
+        self._clones: list[TensorDictBase] | None = None
+        self._set_batch(None)
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
-        """Copy one step of shape ``[*batch_size]``; if this raises, it is not part of the rollout. Its tensors may
-        change afterwards: on other devices than the CPU, with ``non_blocking``, only by work that is ordered after the
-        copy there."""
+        """Store a copy of one step of shape ``[*batch_size]``. If this raises, the step is not part of the rollout. The
+        caller may change the step's tensors afterwards; on other devices than the CPU, with ``non_blocking``, only by
+        work that the device orders after the copy."""
         if not self.count:
-            self._allocate(step)
-        values = None if self._loose is not None else self._values(step)
+            self._prepare(step)
+        values = None if self._clones is not None else self._values(step)
         if values is None:
             self._append_clone(step, non_blocking)
         else:
             if not self._views:
                 self._views = list(zip(*(leaf.unbind(0) for leaf in self._staged or self._targets), strict=True))
-            torch._foreach_copy_(self._views[self.place()], values, non_blocking)
+            torch._foreach_copy_(self._views[self.next_row()], values, non_blocking)
         self.count += 1
 
-    def rows(self, env: GymEnv) -> _Rows | None:
-        """Where this environment's steps are written, kept as long as that memory. The layout is the latest one until a
-        step shows another. None: there is no layout, or one that NumPy does not have."""
+    def array_rows(self, env: GymEnv) -> _Rows | None:
+        """The memory for this environment's steps as arrays. Expects the layout of the latest rollout. None: there is
+        none, or NumPy cannot represent it."""
         layout = self.layout
-        if layout is None or self._loose is not None:
+        if layout is None or self._clones is not None:
             return None
         if self._batch is None:
-            self._take_memory(layout)
+            self._allocate_batch(layout)
         if self._rows is None and all(leaf.device.type == "cpu" for leaf in layout.leaves):
             try:
                 memory = [leaf.numpy() for leaf in self._staged or self._targets]
-            except TypeError:  # a dtype that NumPy does not have
+            except TypeError:  # NumPy lacks the dtype
                 return None
             self._rows = _Rows(env, layout, memory)
         return self._rows
 
-    def place(self) -> int:
-        """The row where the next step is to be written; with :attr:`count` one more, it is part of the rollout."""
-        if self._staged and self.count - self._flushed == STAGED_STEPS:
+    def next_row(self) -> int:
+        """The row for the next step. The caller writes the step there and then raises :attr:`count` by one."""
+        if self._staged and self.count - self._num_flushed == STAGED_STEPS:
             self._flush()
-        return self.count - self._flushed
+        return self.count - self._num_flushed
 
     def finish(self) -> TensorDictBase:
-        """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
-        ValueError: no step was appended."""
+        """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer keeps no reference
+        to it. Raises ValueError: no step was appended."""
         if not self.count:
             raise ValueError("a batch needs at least one step")
-        if self._loose is not None:
-            batch = TensorDict.maybe_dense_stack(self._loose, dim=len(self._batch_size)).refine_names(..., "time")
+        if self._clones is not None:
+            batch = TensorDict.maybe_dense_stack(self._clones, dim=len(self._batch_size)).refine_names(..., "time")
         else:
-            batch = self._written()
+            batch = self._batch_so_far()
         self.begin()
         return batch
 
-    def _written(self) -> TensorDictBase:
-        """What has been written to memory so far, as a batch of so many steps."""
+    def _batch_so_far(self) -> TensorDictBase:
+        """The steps that were written to memory so far, as a batch."""
         assert self._batch is not None
         self._flush()
         return self._batch if self.count == self._steps else self._batch[..., : self.count]
 
     def _flush(self) -> None:
-        """Copy what is left of the steps to the batch."""
-        if self._staged and (n := self.count - self._flushed):
-            targets = [leaf[self._flushed : self.count] for leaf in self._targets]
+        """Copy the staged steps to the batch."""
+        if self._staged and (n := self.count - self._num_flushed):
+            targets = [leaf[self._num_flushed : self.count] for leaf in self._targets]
             torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
-            self._flushed = self.count
+            self._num_flushed = self.count
 
-    def _allocate(self, step: TensorDictBase) -> None:
-        """Memory for the rollout that begins with this step, if a layout describes it."""
-        # Within a rollout, what comes from another device is copied to where the others are.
+    def _prepare(self, step: TensorDictBase) -> None:
+        """Before the first step of a rollout: expect its layout, and allocate memory if there is a layout."""
+        # Only the first step decides on devices: a later step from another device is copied to them.
         values = self._values(step)
-        if values is None or (self.device is None and [value.device for value in values] != self._devices):
-            self._learn(None)
+        expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
+        if values is None or (self.device is None and [value.device for value in values] != expected):
+            self._expect(None)
             if step.batch_size != self._batch_size:
                 raise ValueError(
                     f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
                     f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
                     "environment's batch size"
                 )
-            self._learn(step)
+            self._expect(step)
         if self._batch is None and self.layout is not None:
-            self._take_memory(self.layout)
+            self._allocate_batch(self.layout)
 
-    def _take_memory(self, layout: BatchLayout) -> None:
+    def _allocate_batch(self, layout: BatchLayout) -> None:
         batch = self.allocate(layout)
-        self._attach(empty_batch(layout) if batch is None else batch)
+        self._set_batch(empty_batch(layout) if batch is None else batch)
 
-    def _attach(self, batch: TensorDictBase | None) -> None:
-        """Write to this batch from now on; None: forget the last one."""
+    def _set_batch(self, batch: TensorDictBase | None) -> None:
+        """Write to this batch from now on. None: drop the last one."""
         targets = [] if batch is None or self.layout is None else self.layout.tensors(batch)
         self._targets = [leaf.movedim(len(self._batch_size), 0) for leaf in targets]
-        self._flushed = 0
+        self._num_flushed = 0
         if not self._staged:
             self._views, self._rows = [], None
         self._batch = batch
 
     def _append_clone(self, step: TensorDictBase, non_blocking: bool) -> None:
-        # a cast that copies would be a snapshot by itself, but one to the device where it is already is none
+        # Clone first, because to() returns the same tensors if they are already on the device.
         clone = step.clone() if self.device is None else step.clone().to(self.device, non_blocking=non_blocking)
-        if self._loose is None:
+        if self._clones is None:
             before: list[TensorDictBase] = []
             if self._batch is not None and self.count:
-                before = list(self._written().unbind(len(self._batch_size)))
+                before = list(self._batch_so_far().unbind(len(self._batch_size)))
                 for each in before:
                     each.names = None
-            self._loose = before
+            self._clones = before
             self._batch = None
-        self._loose.append(clone)
+        self._clones.append(clone)
 
     # -- steps of one layout ------------------------------------------------------------------------------------------
 
-    def _learn(self, step: TensorDictBase | None) -> None:
-        """Expect steps like this one, if a layout describes it. None: forget the layout, and all that is of it."""
+    def _expect(self, step: TensorDictBase | None) -> None:
+        """Expect steps like this one, if a layout describes it. None: forget the layout and its memory."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
-        found = (None if step is None or layout is None else _leaves(step)) or {}
-        self._forms = {path: _form(value) for path, value in found.items()}
-        self._devices = [value.device for value in found.values()]
+        leaves = () if layout is None else layout.leaves
+        self._forms = {leaf.path: (torch.Tensor, leaf.shape, leaf.dtype) for leaf in leaves}
         self._staged = []
-        self._attach(None)
-        if layout is not None and layout.nbytes <= SMALL_STEP * layout.steps:
+        self._set_batch(None)
+        if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:
             self._staged = [
-                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
             ]
 
     def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
@@ -606,8 +601,8 @@ class RolloutBuffer:
             return None
         values = [found[path] for path in self._forms]
         try:
-            return values if list(map(_form, values)) == list(self._forms.values()) else None
-        except RuntimeError:  # of a nested tensor, the shape raises
+            return values if list(map(_type_shape_dtype, values)) == list(self._forms.values()) else None
+        except RuntimeError:  # the shape of a nested tensor raises
             return None
 
 
@@ -615,10 +610,10 @@ def _leaves(step: TensorDictBase) -> dict[Path, torch.Tensor] | None:
     """A step's tensors by path; None: it is no plain nested TensorDict of tensors."""
     found: dict[Path, torch.Tensor] = {}
     parts: list[tuple[Path, Any]] = [((), step)]
-    for path, part in parts:  # and those that are added meanwhile
+    for path, part in parts:  # the loop itself adds nested TensorDicts to the list
         if type(part) is not TensorDict:
             return None
-        for name, value in part.items():  # not part.get(), which for small tensors would be as dear as copying them
+        for name, value in part.items():  # not part.get(), which takes as long as copying a small tensor
             if isinstance(value, torch.Tensor):
                 found[*path, name] = value
             else:
@@ -627,10 +622,9 @@ def _leaves(step: TensorDictBase) -> dict[Path, torch.Tensor] | None:
 
 
 class NewBatches:
-    """A new batch each time. Its large leaves lie where an earlier batch's were, of whose memory nobody has a tensor or
-    an array any more: untouched memory costs a page fault for each 4 KiB, which takes longer than copying images there.
-
-    Besides what the program has, there is at most one batch's worth of such memory.
+    """An ``allocate`` that returns a new batch each time. Its large leaves reuse the memory of an earlier batch that no
+    tensor or array uses any more. New memory would cost a page fault for each 4 KiB, which takes longer than copying
+    images there. At most one batch's worth of unused memory is kept.
     """
 
     def __init__(self) -> None:
@@ -640,35 +634,31 @@ class NewBatches:
     def __call__(self, layout: BatchLayout) -> TensorDictBase:
         if layout != self._layout:
             self._layout = layout
-            self._free = [deque(maxlen=1) if _is_large(leaf, layout) else None for leaf in layout.leaves]
+            large = [leaf.device.type == "cpu" and leaf.nbytes * layout.steps >= LARGE_LEAF for leaf in layout.leaves]
+            self._free = [deque(maxlen=1) if is_large else None for is_large in large]
         tensors = []
         for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
             if free is None:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
             else:
-                memory = _storage(shape.numel() * leaf.dtype.itemsize, free)
+                memory = _storage(leaf.nbytes * layout.steps, free)
                 tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
         return layout.build(tensors)
 
 
-def _is_large(leaf: Leaf, layout: BatchLayout) -> bool:
-    nbytes = leaf.shape.numel() * layout.steps * leaf.dtype.itemsize
-    return leaf.device.type == "cpu" and nbytes >= LARGE_LEAF
-
-
 def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
-    """Memory that is free, or new; it is free again when the storage has no user left."""
+    """A storage of free or new memory, which is free again when nothing uses the storage any more."""
     try:
         memory = free.pop()
     except IndexError:
         memory = np.empty(nbytes, np.uint8)
     used = memory.view()
-    weakref.finalize(used, free.append, memory).atexit = False  # in any thread: append is atomic
+    weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
     return torch.from_numpy(used).untyped_storage()
 
 
 class SameBatch:
-    """An ``allocate`` that gives the very same batch again and again, as long as its layout fits."""
+    """An ``allocate`` that returns the very same batch each time, as long as its layout fits."""
 
     def __init__(self) -> None:
         self._layout: BatchLayout | None = None
@@ -680,5 +670,5 @@ class SameBatch:
             self._layout, self._batch = layout, empty_batch(layout)
             self._tensors = layout.tensors(self._batch)
         for leaf, tensor in zip(layout.leaves, self._tensors, strict=True):
-            self._batch.set(leaf.path, tensor)  # private entries were taken out, others may have been replaced
+            self._batch.set(leaf.path, tensor)  # processed() removes private entries, and the user may replace others
         return self._batch

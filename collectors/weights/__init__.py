@@ -1,1 +1,1 @@
-"""A collector's weights: where they come from, and to whom they are passed on."""
+"""A collector's weights: how it receives them, applies them and sends them on."""

@@ -1,6 +1,6 @@
-"""Weight updaters: TorchRL's older way for weights to reach the policy. Deprecated, and working.
+"""Weight updaters: TorchRL's older way to send weights to a policy. They are deprecated, and they work.
 
-An updater is given to a collector (``weight_updater=``), whose ``update_policy_weights_`` then calls
+The user passes an updater to a collector (``weight_updater=``), whose ``update_policy_weights_`` then calls
 :meth:`WeightUpdaterBase.push_weights`. New code uses ``weight_sync_schemes={"policy": scheme}``.
 
 Names and behaviour follow TorchRL's "WeightUpdaterBase" page.
@@ -21,18 +21,22 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy
 
-_counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
-"""Of the push under way: empty until its version is counted, where weights are copied or by a scheme."""
-
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
 
+class _Push:
+    is_counted = False  # whether its version is counted, by a copy of the weights or by a scheme
+
+
+_current_push: ContextVar[_Push] = ContextVar("asyncsync_push")
+
+
 class WeightUpdaterBase:
-    """Base class: a subclass pushes a policy's weights to the workers of a collector. It overrides
-    :meth:`_sync_weights_with_worker`, which gets each of :meth:`all_worker_ids` in turn, or all of
+    """Base class of updaters, which push a policy's weights to the workers of a collector. A subclass overrides
+    :meth:`_sync_weights_with_worker`, which is called for each of :meth:`all_worker_ids`, or replaces
     :meth:`_push_weights`.
 
-    Constructing any updater gives a DeprecationWarning that names the scheme to use instead.
+    Constructing an updater gives a DeprecationWarning, which names the scheme to use instead.
     """
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
@@ -49,20 +53,19 @@ class WeightUpdaterBase:
             stacklevel=2,
         )
         updater = super().__new__(cls)
-        updater.post_hooks = []  # here, because the constructors of subclasses need not call ours
+        updater.post_hooks = []  # not in __init__, because subclasses need not call it
         return updater
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """An updater for this policy. None (the default): call the constructor instead. A collector to which the class
-        is passed calls this first."""
+        """An updater for this policy. If the user passes the class to a collector, the collector calls this first.
+        None (the default): the collector calls the constructor instead."""
         return None
 
     # -- the collector ------------------------------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector. Collectors call this themselves. Raises RuntimeError: this updater
-        already belongs to another collector."""
+        """Keep a weak reference to the collector, which calls this. Raises RuntimeError: it already has another one."""
         registered = self.collector
         if registered is not None and registered is not collector:
             raise RuntimeError(
@@ -73,11 +76,11 @@ class WeightUpdaterBase:
 
     @property
     def collector(self) -> Any:
-        """The collector to which this updater belongs. None: not set, or deleted."""
+        """The collector to which this updater belongs. None: it is not set, or was deleted."""
         return None if self._collector is None else self._collector()
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """For subclasses: the collector's ``init_updater`` calls this with its arguments. Does nothing by default."""
+        """Called by the collector's ``init_updater`` with its arguments. Does nothing; a subclass may override it."""
 
     def increment_version(self) -> None:
         """Count the collector's policy version up by one."""
@@ -87,13 +90,13 @@ class WeightUpdaterBase:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
-        """Have this hook called after each push, in this process, in the order of registration."""
+        """Call this hook after each push, in this process. Hooks run in the order of registration."""
         self.post_hooks.append(hook)
 
     # -- pushing ------------------------------------------------------------------------------------------------------
 
     def push_weights(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
-        """Push weights to the workers, which counts the collector's policy version up, then call the hooks.
+        """Push weights to the workers, count the collector's policy version up by one, and call the hooks.
 
         Args:
             policy_or_weights: module, TensorDict or dict. None: the result of :meth:`_get_server_weights`.
@@ -103,16 +106,16 @@ class WeightUpdaterBase:
             ValueError: there are no weights to push.
             NotImplementedError: the subclass overrides no method that sends weights.
         """
-        counted: list[None] = []
-        token = _counted.set(counted)
+        current = _Push()
+        token = _current_push.set(current)
         try:
             self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-            if not counted:
+            if not current.is_counted:
                 self.increment_version()
             for hook in self.post_hooks:
                 hook()
         finally:
-            _counted.reset(token)
+            _current_push.reset(token)
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
         """:meth:`push_weights`."""
@@ -134,23 +137,23 @@ class WeightUpdaterBase:
                 self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
     def _get_server_weights(self) -> Any:
-        """The weights to push if none are given. None: there are none."""
+        """The weights to push if the caller gives none. None: there are none."""
         return None if self.weight_getter is None else self.weight_getter()
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """For subclasses: change the weights before they are distributed. Here they stay as they are."""
+        """Change the weights before they are sent. Returns them unchanged; a subclass may override it."""
         return server_weights
 
     def _skip_update(self, worker_id: int | torch.device) -> bool:
-        """For subclasses: whether this worker gets no weights this time. Here, each gets them."""
+        """Whether to send no weights to this worker this time. Returns False; a subclass may override it."""
         return False
 
     def all_worker_ids(self) -> list[int] | list[torch.device] | None:
-        """Indices or devices of all workers. None (the default): there is only one destination, without a name."""
+        """Indices or devices of all workers. None (the default): there is one destination, which needs no name."""
         return None
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        """Bring the weights to one worker. Raises NotImplementedError: not overridden."""
+        """Send the weights to one worker. Raises NotImplementedError: the subclass does not override this."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot send weights to a worker: override _sync_weights_with_worker() or "
             "_push_weights()"
@@ -161,8 +164,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into a policy of this process.
 
     Args:
-        weight_getter: returns the weights to push if none are given.
-        policy_weights: destination: a module, or a TensorDict of its tensors, which are overwritten in place.
+        weight_getter: returns the weights to push if the caller gives none.
+        policy_weights: the destination: a module, or a TensorDict of its tensors. They are overwritten in place.
     """
 
     _scheme = "NoWeightSyncScheme"
@@ -174,7 +177,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
 
     def register_collector(self, collector: Any) -> None:
-        """See :meth:`WeightUpdaterBase.register_collector`. Raises TypeError: the policy acts in other processes."""
+        """See :meth:`WeightUpdaterBase.register_collector`. Raises TypeError: the policy acts only in workers."""
         if getattr(collector, "acts_elsewhere", False):
             raise TypeError(
                 f"{type(self).__name__} writes into a policy of this process, but the policies of a "
@@ -190,12 +193,13 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        counted = _counted.get([])
+        current = _current_push.get(_Push())
 
         def copy_and_count() -> None:
             WeightStrategy().apply_weights(self.policy_weights, server_weights)
-            if not counted:  # in the same hold: no frame that acts with these weights has an older version's label
-                counted.append(None)
+            # Count in the same hold, so that frames of these weights do not get the older version.
+            if not current.is_counted:
+                current.is_counted = True
                 self.increment_version()
 
         if (collector := self.collector) is None:
@@ -208,9 +212,9 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     """Sends weights to the worker processes of a collector, over their bus.
 
     Args:
-        get_server_weights: returns the weights to push if none are given.
-        policy_weights: ``{device: TensorDict}``: this process's copy for the workers whose policies are on that device.
-            A push overwrites the copy in place and sends it to them. None: a push sends the weights themselves.
+        get_server_weights: returns the weights to push if the caller gives none.
+        policy_weights: ``{device: TensorDict}``: a copy in this process for the workers whose policies are on that
+            device. A push overwrites the copy in place and sends it to them. None: a push sends the weights themselves.
     """
 
     def __init__(
@@ -224,7 +228,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
     @classmethod
     def from_policy(cls, policy: Any) -> Self | None:
-        """An updater that sends this policy's current weights if none are given."""
+        """An updater that sends this policy's current weights if the caller gives none."""
         if not isinstance(policy, nn.Module):
             return None
         updater = cls()
@@ -253,7 +257,7 @@ class RayWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the actors of a ``RayCollector``, over their bus.
 
     Args:
-        policy_weights: the weights to push if none are given: a module or TensorDict.
+        policy_weights: the weights to push if the caller gives none: a module or TensorDict.
         remote_collectors: ignored, because the collector knows its actors.
         max_interval: must be 0. For fewer updates, pass ``max_weight_update_interval`` to the collector.
     """
@@ -271,7 +275,7 @@ class RPCWeightUpdater(MultiProcessedWeightUpdater):
 
     Args:
         collector_infos, collector_class, collector_rrefs, num_workers: ignored, because the collector knows its nodes.
-        policy_weights: the weights to push if none are given: a module or TensorDict.
+        policy_weights: the weights to push if the caller gives none: a module or TensorDict.
     """
 
     _scheme = "RPCWeightSyncScheme"
@@ -292,7 +296,7 @@ class DistributedWeightUpdater(MultiProcessedWeightUpdater):
 
     Args:
         store, num_workers, sync: ignored, because the collector knows its nodes.
-        policy_weights: the weights to push if none are given: a module or TensorDict.
+        policy_weights: the weights to push if the caller gives none: a module or TensorDict.
     """
 
     _scheme = "DistributedWeightSyncScheme"
@@ -304,13 +308,12 @@ class DistributedWeightUpdater(MultiProcessedWeightUpdater):
 
 
 def mark_counted() -> None:
-    """Note that the push under way, if any, has a version already: it was published."""
-    _counted.get([]).append(None)
+    """Note that the version of the current push, if there is one, is counted, because a scheme published it."""
+    _current_push.get(_Push()).is_counted = True
 
 
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
-    """``weight_updater=`` as documented: an updater, a class of them, or a callable that returns one. Raises
-    TypeError."""
+    """The updater from ``weight_updater=``: an updater, its class, or a callable that returns one. Raises TypeError."""
     updater = given
     if isinstance(given, type) and issubclass(given, WeightUpdaterBase) and policy is not None:
         updater = given.from_policy(policy)
@@ -325,7 +328,7 @@ def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
 
 
 def push(updater: WeightUpdaterBase, weights: Any, worker_ids: WorkerIds, options: Mapping[str, Any]) -> None:
-    """Push with those of the options that this updater's ``push_weights`` takes."""
+    """Push with those options that this updater's ``push_weights`` accepts."""
     parameters = inspect.signature(updater.push_weights).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     updater.push_weights(weights, worker_ids, **{n: v for n, v in options.items() if takes_all or n in parameters})

@@ -1,4 +1,4 @@
-"""How weights reach a collector's models, and which version they are.
+"""How weights reach a collector's models, and how their versions are counted.
 
     update_policy_weights_(…)                  a scheme of the trainer or collector above, or receive_weights(…)
         |  becomes {model_id: weights},                                     |
@@ -7,12 +7,12 @@
         |-- Senders: models with a sender scheme go to the workers          |
         '-- ActingWeights: the others are models of this process   <--------'
 
-A model that this collector *receives* is only passed on to workers: the scheme above has applied it here. Each step of
-a collector holds the gates of :class:`ActingWeights`, so whatever changes weights does so between two steps.
+A model that this collector *receives* is applied here by the scheme above, so this collector only sends it on to its
+workers. Each step holds the gates of :class:`ActingWeights`, so weights change only between two steps.
 
-**Versions.** A bus counts what is published on it. What no scheme brings is counted where it is applied
-(``ActingWeights.own``) or, for the workers of a collector, by that collector (``ActingWeights.counted_above``). In a
-tree of collectors, each one's bus counts its own versions, and carries the root's along: frames have that.
+**Versions.** A bus counts the versions that are published on it. Updates without a scheme are counted where they are
+applied (``ActingWeights.local_version``) or, for workers, by the collector above (``ActingWeights.updater_versions``).
+In a tree of collectors, each bus counts its own versions and also carries the root's version, which labels the frames.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from torch import nn
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted, push
+from asyncsync.collectors.weights.legacy_updaters import (
+    WeightUpdaterBase,
+    WorkerIds,
+    make_updater,
+    mark_counted,
+    push,
+)
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
@@ -51,22 +57,21 @@ Change = concurrent.futures.Future[None]
 POLL_SECONDS = 0.05
 
 ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
-"""Of ``update_policy_weights_``."""
+"""The arguments of ``update_policy_weights_``."""
 
 
 class WeightsAPI:
-    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`, by the names, forms and exclusions of
-    TorchRL's "RPCCollector" page. ``policy`` is the policy as it was registered, which a bare
-    ``update_policy_weights_()`` sends; ``acts_elsewhere``: in other processes only."""
+    """The part of :class:`asyncsync.collectors.base.BaseCollector` for weights. Names, forms and exclusions follow
+    TorchRL's "RPCCollector" page."""
 
-    policy: Any = None
-    acts_elsewhere: bool = False
+    policy: Any = None  # the registered policy, whose weights a bare update_policy_weights_() sends
+    acts_elsewhere: bool = False  # whether the policy acts only in other processes
     worker_idx: Any
 
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
-        self._acting_devices: dict[int, set[torch.device]] = {}  # of each worker's policy
+        self._worker_devices: dict[int, set[torch.device]] = {}  # devices of each worker's policy
         self.acting_weights = ActingWeights()
 
     # -- updates ------------------------------------------------------------------------------------------------------
@@ -87,24 +92,26 @@ class WeightsAPI:
 
         Args:
             policy_or_weights: module, TensorDict or dict. None: the current weights of the registered policy, or of the
-                updater. ``{worker_idx: weights}`` gives each worker its own.
+                updater. ``{worker_idx: weights}`` gives each worker its own weights.
             weights: the same, as a TensorDict or dict.
             policy: the same, as a module.
             worker_ids: workers to update: indices, or the devices of their policies. None: all.
             model_id: id of the model. None: ``"policy"``.
-            weights_dict: ``{model_id: weights}``: each worker applies all of them between two steps, or none.
+            weights_dict: ``{model_id: weights}``. Each worker applies all of them together, between two steps, or none.
             wait: True: wait for the workers. False: return when the weights are copied and announced as version
-                :attr:`policy_version`. Each worker applies them, or newer ones, after its step under way; ``max_lag``
-                bounds how many versions it may be behind. Models in this process are updated before it returns.
+                :attr:`policy_version`. Each worker applies this version, or a newer one, after its current step;
+                ``max_lag`` bounds how many versions it may be behind. Models in this process are updated before this
+                returns.
             kwargs: ``timeout=`` in seconds (60), and further arguments of the updater's ``push_weights``. Without an
-                updater, others are ignored, unless one looks like a misspelt argument.
+                updater, others are ignored, but an argument that looks misspelt raises TypeError.
 
         Raises:
             ValueError: arguments exclude each other, or a model or worker is unknown. Nothing was changed.
             TypeError: ``worker_ids`` without schemes or updater, or an argument looks misspelt.
             SchemaMismatch: the weights do not fit a model of this process. Nothing was changed.
             PartialSendError: names the workers that have not applied the weights, and why. They still converge.
-            NotConnected, ClosedError: there are no workers to send to.
+            NotConnected: no workers are connected.
+            ClosedError: the schemes were shut down.
         """
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
         run_without_waiting(self._update(given, worker_ids, wait, kwargs, blocking=True))
@@ -121,12 +128,12 @@ class WeightsAPI:
         wait: bool = True,
         **kwargs: Any,
     ) -> None:
-        """:meth:`update_policy_weights_` for a coroutine of any event loop. Do not change the given weights until it
+        """:meth:`update_policy_weights_` for coroutines of any event loop. Do not change the given weights until this
         returns."""
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
         await self._update(given, worker_ids, wait, kwargs, blocking=False)
 
-    # A coroutine with ``blocking=True`` awaits nothing: ``run_without_waiting`` runs it in the caller's thread.
+    # With ``blocking=True``, each coroutine here awaits nothing, so ``run_without_waiting`` can run it in the caller's thread.
 
     async def _update(
         self, given: Mapping[str, Any], worker_ids: WorkerIds, wait: bool, kwargs: dict[str, Any], *, blocking: bool
@@ -154,21 +161,21 @@ class WeightsAPI:
             else:
                 await run_in_thread("asyncsync-updater", pushed)
             return
-        sent, changes = self._divided(given, worker_ids)
-        workers, before = self._workers(worker_ids), self._senders.version
+        sent, changes = self._split_update(given, worker_ids)
+        workers, before = self._worker_indices(worker_ids), self._senders.version
         try:
             if sent:
                 await self._send(sent, workers, timeout if wait else None, blocking=blocking)
-        finally:  # workers that have not applied a published version converge to it, so this process applies it, too
+        finally:  # even after an error: workers converge to a published version, so this process must apply it, too
             if changes and (not sent or self._senders.version > before):
-                await self.acting_weights.applied(partial(self._apply_locally, changes), timeout, blocking=blocking)
+                await self.acting_weights.run_change(partial(self._apply_locally, changes), timeout, blocking=blocking)
 
-    def _divided(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], list[Prepared]]:
-        """What of an update the sender schemes send, and what it changes in models of this process, checked."""
+    def _split_update(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], list[Prepared]]:
+        """Split an update into weights for the sender schemes and checked changes to models of this process."""
         name, senders = type(self).__name__, self._senders
         sent = {m: w for m, w in given.items() if m in senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
-        if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
+        if sent and (apart := sorted(m for m in own if not self._acts_beside_workers(m))):
             raise ValueError(
                 f"{apart} of {sorted(given)} has no scheme, so workers cannot switch them together: update each "
                 "alone, or give each model a scheme in weight_sync_schemes"
@@ -180,13 +187,14 @@ class WeightsAPI:
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        changes = [fitted(self._acting(m), self._registered(m) if w is None else w) for m, w in own.items()]
+        new_weights = {m: self._registered_model(m) if w is None else w for m, w in own.items()}
+        changes = [prepared_copy(self._acting_model(m), w) for m, w in new_weights.items()]
         for model_id, weights in sent.items():
             if weights is None and not senders.schemes[model_id].sources.has_default():
-                self._registered(model_id)  # raises: there is nothing to send
+                self._registered_model(model_id)  # raises UnknownModel if there are no weights to send
         if sent:
             for change in changes:
-                change.resolve()  # what does not fit is told before anything is sent
+                change.resolve()  # raises SchemaMismatch before anything is sent
         elif not own and not self.cascades:
             raise ValueError(
                 f"this {name} receives {sorted(given)} by its weight_recv_schemes and sends to no workers: update the "
@@ -197,12 +205,12 @@ class WeightsAPI:
     async def _send(
         self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
     ) -> None:
-        """Send an update by the schemes. What not every worker has applied is published, too: they still converge."""
+        """Send an update by the schemes. Even if only some workers applied it, it is published: the others converge."""
         before = self._senders.version
         try:
             await self._senders.send(update, workers, timeout, blocking=blocking)
         except PartialSendError as error:
-            look = partial(self._look_behind, error)
+            look = partial(self._raise_worker_failure, error)
             if blocking:
                 loop_thread.run(look)
             else:
@@ -211,21 +219,21 @@ class WeightsAPI:
         finally:
             if (version := self._senders.version) > before:
                 mark_counted()
-                self._published(version)
+                self._on_published(version)
 
     def _apply_locally(self, changes: Collection[Prepared]) -> None:
-        """Change this collector's own models, between two steps, all of them or none, and count the version up. Raises
-        SchemaMismatch: nothing was changed."""
+        """Change models of this process, all of them or none, and count the local version up. Called between two steps.
+        Raises SchemaMismatch: nothing was changed."""
         for prepared in changes:
             prepared.resolve()
         for prepared in changes:
             prepared.apply()
         for prepared in changes:
             prepared.complete()
-        self.acting_weights.own += 1
+        self.acting_weights.local_version += 1
 
-    def _workers(self, worker_ids: Any) -> list[int] | None:
-        """Indices of workers, from indices and devices; None: all of them."""
+    def _worker_indices(self, worker_ids: Any) -> list[int] | None:
+        """The indices of the workers that these indices and devices name. None: all workers."""
         if worker_ids is None:
             return None
         is_several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
@@ -233,7 +241,7 @@ class WeightsAPI:
         for worker in worker_ids if is_several else [worker_ids]:
             if isinstance(worker, torch.device):
                 exact = torch.device("cpu") if worker.type == "cpu" else exact_device(worker)  # as tensors name it
-                found = [index for index, devices in self._acting_devices.items() if exact in devices]
+                found = [index for index, devices in self._worker_devices.items() if exact in devices]
                 if not found:
                     raise ValueError(f"this {type(self).__name__} has no worker whose policy is on {worker}")
                 indices += found
@@ -242,43 +250,44 @@ class WeightsAPI:
         return as_workers(indices)
 
     def push_policy(self, weights: Any, worker_ids: WorkerIds) -> None:
-        # For updaters: send these weights by the policy's scheme.
+        # Updaters call this to send weights by the policy's scheme.
         if "policy" not in self._senders.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no scheme that sends a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
-        run_without_waiting(self._send({"policy": weights}, self._workers(worker_ids), DEFAULT_TIMEOUT, blocking=True))
+        run_without_waiting(self._send({"policy": weights}, self._worker_indices(worker_ids), DEFAULT_TIMEOUT, blocking=True))
 
-    # -- for subclasses with workers ----------------------------------------------------------------------------------
+    # -- what a subclass with workers overrides -----------------------------------------------------------------------
 
-    def _goes_with_workers(self, model_id: str) -> bool:
-        """Whether a model of this process may be updated together with what is sent to workers."""
+    def _acts_beside_workers(self, model_id: str) -> bool:
+        """Whether this model acts in this process although the policy acts in workers. Such a model may be updated
+        together with the workers' models."""
         return False
 
-    def _published(self, version: int) -> None:
+    def _on_published(self, version: int) -> None:
         """Called after a version was published."""
 
-    async def _look_behind(self, error: PartialSendError) -> None:
-        """On the loop thread: raise what has ended a worker that the update has not reached, if that is known."""
+    async def _raise_worker_failure(self, error: PartialSendError) -> None:
+        """On the loop thread: if a worker that did not get the update has ended, raise the error that ended it."""
 
     # -- models -------------------------------------------------------------------------------------------------------
 
     def get_model(self, model_id: str) -> Any:
-        """The model with this id: ``"policy"``; an attribute path from this collector, such as
-        ``env.transform[0].module`` or ``postproc``; or one from the policy, such as ``actor`` for ``policy.actor``.
+        """The model with this id: ``"policy"``, an attribute path from this collector, such as
+        ``env.transform[0].module`` or ``postproc``, or a path from the policy, such as ``actor`` for ``policy.actor``.
 
         Raises:
             LookupError: there is no such model.
         """
         return find_model(self, model_id, self.policy)
 
-    def _acting(self, model_id: str) -> Any:
-        """The model of this name that acts in this process. Raises UnknownModel: none does."""
+    def _acting_model(self, model_id: str) -> Any:
+        """The model with this id that acts in this process. Raises UnknownModel."""
         return self.get_model(model_id)
 
-    def _registered(self, model_id: str) -> Any:
-        """The model of this name whose weights are meant where none are given. Raises UnknownModel."""
+    def _registered_model(self, model_id: str) -> Any:
+        """The model with this id whose weights an update sends if none are given. Raises UnknownModel."""
         return self.get_model(model_id)
 
     # -- schemes and the updater --------------------------------------------------------------------------------------
@@ -286,21 +295,20 @@ class WeightsAPI:
     def _set_up_senders(
         self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes and the updater, without communication. ``context`` knows the models whose weights are sent
-        if none are given."""
+        """Prepare schemes and the updater, without communication. ``context`` has the registered models."""
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
         self._senders = Senders(schemes or {}, context, num_workers)
-        self.weight_updater = updater  # which may look at the schemes
+        self.weight_updater = updater  # after the schemes, because the updater may look at them
 
     def _connect_senders(self, timeout: float) -> None:
         connect_all(self._senders.schemes.values(), timeout)
         if version := self._senders.version:
-            self._published(version)
+            self._on_published(version)
 
     @property
     def weight_updater(self) -> WeightUpdaterBase | None:
-        """The (deprecated) updater by which ``update_policy_weights_`` pushes, or None. Set it to an updater, an
-        updater class, or a callable that returns one; this registers the collector with the updater."""
+        """The (deprecated) updater that ``update_policy_weights_`` uses, or None. Set it to an updater, an updater
+        class, or a callable that returns an updater. Setting it registers the collector with the updater."""
         return self._weight_updater
 
     @weight_updater.setter
@@ -335,10 +343,10 @@ class WeightsAPI:
         synchronize_weights: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """Receive these models' weights from the trainer or collector above. They are applied between two steps.
+        """Receive these models' weights from the trainer or collector above. Schemes apply them between two steps.
 
         Args:
-            weight_recv_schemes: ``{model_id: scheme}``; this method initialises them unless that was done already.
+            weight_recv_schemes: ``{model_id: scheme}``. This method initialises those that are not initialised yet.
             synchronize_weights: True: connect, and return when the initial weights are applied.
             timeout: seconds to connect.
 
@@ -347,30 +355,31 @@ class WeightsAPI:
             TypeError, ValueError: a scheme cannot receive, or its model is registered already.
             NotConnected, SchemaMismatch: a scheme's ``connect`` raised it.
         """
-        # Between two steps: those under way do not hold the new gates, those that follow do.
+        # Between two steps, because a step that has already begun would not hold the new gates.
         self.acting_weights.apply(lambda: self.acting_weights.register(weight_recv_schemes, self), timeout)
         self._pass_versions_on()
         if synchronize_weights:
             self.acting_weights.connect(weight_recv_schemes, timeout)
 
-    def _joined_by(self, scheme: Any) -> None:
-        # A scheme calls this when it was initialised to receive, with this collector as its context.
-        self.acting_weights.joined(scheme)
+    def _add_receiver(self, scheme: Any) -> None:
+        # A scheme calls this when it is initialised to receive with this collector as its context.
+        self.acting_weights.add_receiver(scheme)
         self._pass_versions_on()
 
     def _pass_versions_on(self) -> None:
-        """Have updates that are sent from now on carry a version from above."""
+        """Make later updates of this collector's buses carry the version that came from above."""
         for bus in self._senders.buses:
             bus.set_origin(self.acting_weights.origin)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Apply the newest weights from the receiver schemes or, without schemes, the given or the original policy's.
+        """Apply the newest weights from the receiver schemes. Without such schemes: apply the given weights, or those
+        of the registered policy.
 
-        Does not wait for weights: schemes apply updates by themselves, between two steps. A collector with workers
-        sends the given weights on, as a version of its own.
+        Does not wait for new weights, because schemes apply updates by themselves, between two steps. A collector with
+        workers sends the given weights on, as a version of its own.
 
         Args:
-            policy_or_weights: module, TensorDict or dict for this collector's own policy.
+            policy_or_weights: module, TensorDict or dict for this collector's policy.
             weights: the same, as a TensorDict or dict.
             policy: the same, as a module.
 
@@ -378,11 +387,12 @@ class WeightsAPI:
             ValueError: several arguments were given, or any while receiver schemes are registered.
             SchemaMismatch: the weights do not fit. Nothing was changed.
             PartialSendError: names the workers that have not applied the weights, and why.
-            ClosedError, Fenced: the schemes will receive nothing more.
+            ClosedError: the schemes were shut down.
+            Fenced: another process has this collector's place, so its schemes receive nothing more.
         """
         given = as_update(policy_or_weights, weights, policy, None, None)["policy"]
         if not self.acting_weights.schemes:
-            self._take(given)
+            self._apply_given(given)
         elif given is not None:
             raise ValueError(
                 f"this {type(self).__name__} receives {sorted(self.acting_weights.schemes)} by weight_recv_schemes: "
@@ -391,18 +401,18 @@ class WeightsAPI:
         else:
             self._receive_weights_scheme()
 
-    def _take(self, given: Any) -> None:
-        """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
-        source = self._registered("policy") if given is None else given
-        change = fitted(self._acting("policy"), source)
+    def _apply_given(self, given: Any) -> None:
+        """Apply these weights to the policy and send them on; None: the registered policy's weights."""
+        source = self._registered_model("policy") if given is None else given
+        change = prepared_copy(self._acting_model("policy"), source)
         self.acting_weights.apply(lambda: self._apply_locally([change]))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
-        """Have receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
-        Ray) calls this: its schemes apply the version of the call, the others what has come. Raises RuntimeError: there
-        are none; ClosedError, Fenced: nothing has come, and nothing will."""
+        """Make receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
+        Ray) calls this: its schemes apply the version of the call, and other schemes the version that has arrived.
+        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: no version can arrive."""
         if not self.acting_weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
@@ -424,74 +434,71 @@ class WeightsAPI:
 
     @property
     def cascades(self) -> bool:
-        """Whether the collector sends received updates on to workers; see :mod:`asyncsync.bus.applying`."""
+        """Whether the collector sends received updates on to workers. :mod:`asyncsync.bus.applying` reads this."""
         return bool(self._senders.schemes) or self.weight_updater is not None
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
-        """The newest published version or, without workers, the version that acts here. In a tree of collectors, the
-        root's version."""
-        published = self._senders.schemes and not self.acting_weights.come_from_above
+        """The newest published version; without workers, the version that acts here; in a tree, the root's version."""
+        published = self._senders.schemes and not self.acting_weights.come_by_scheme
         return self._senders.version if published else self.acting_weights.version()
 
     def increment_version(self) -> None:
-        """Count the version of this collector's own policy up by one."""
-        self.acting_weights.own += 1
+        """Count the version of this collector's policy up by one, after a change without a scheme."""
+        self.acting_weights.local_version += 1
         self.acting_weights.end_hold()
 
     def _versions(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that versions go on where they were."""
-        return {"own": self.acting_weights.own, "sent": {m: s.version for m, s in self._senders.schemes.items()}}
+        """The counters that a checkpoint keeps, so that versions continue from it."""
+        sent = {m: scheme.version for m, scheme in self._senders.schemes.items()}
+        return {"own": self.acting_weights.local_version, "sent": sent}
 
-    def _carry_on(self, versions: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`_versions` returned. A count that is beyond it does not go back."""
-        self.acting_weights.own = max(self.acting_weights.own, versions["own"])
-        self._senders.carry_on(versions["sent"])
+    def _restore_versions(self, versions: Mapping[str, Any]) -> None:
+        """Continue from a result of :meth:`_versions`. A counter that is already higher stays."""
+        self.acting_weights.local_version = max(self.acting_weights.local_version, versions["own"])
+        self._senders.restore_versions(versions["sent"])
 
 
 class ActingWeights:
-    """The weights of one collector that act in this process. Each step holds them, whichever thread steps; what schemes
-    receive, and updates of the collector's own models, are applied between two steps.
+    """The weights of one collector that act in this process. Each step holds them, whichever thread steps. Received
+    updates, and updates of models without a scheme, are applied between two steps.
 
     Attributes:
-        gate: of the collector's own models.
-        schemes: those that receive, by model id.
-        own: how many updates were applied here without schemes.
-        counted_above: how many versions updaters above have counted; None: nobody is above.
-        newest_above: reads the newest version published for this collector, by the count of :meth:`origin`; None:
-            only its schemes know of one.
+        gate: the gate of models without a scheme.
+        schemes: the receiver schemes, by model id.
+        local_version: how many updates were applied here without schemes.
+        updater_versions: returns how many versions the updaters above have counted. None: this collector is no worker.
+        newest_above: returns the newest version that was published for this collector, in the count of :meth:`origin`.
+            None: only its schemes know of newer versions.
     """
 
     def __init__(self) -> None:
         self.gate = Gate()
         self.schemes: dict[str, WeightSyncScheme] = {}
-        self.own = 0
-        self.counted_above: Callable[[], int] | None = None
+        self.local_version = 0
+        self.updater_versions: Callable[[], int] | None = None
         self.newest_above: Callable[[], int] | None = None
         self._changes: deque[tuple[Change, Callable[[], None]]] = deque()
-        self._gates = [self.gate]  # and those of the buses
-        self._buses: list[Bus] = []  # of the schemes, each once
-        self._joined: dict[str, Scheme] = {}  # by the user, with the collector as their context
-        self._main: BusCore | None = None  # whose versions frames are labelled with: the policy's, or the first
+        self._gates = [self.gate]  # and the gates of the buses
+        self._buses: list[Bus] = []  # the buses of ``schemes``
+        self._added: dict[str, Scheme] = {}  # schemes that were initialised with the collector as their context
+        self._main_bus: BusCore | None = None  # its versions label frames: the policy's bus, or else the first
 
     # -- steps, and updates between them ------------------------------------------------------------------------------
 
     def holds(self) -> Holds:
-        """A block for steps, policy and environment, in which no weights of this collector change."""
+        """A block for steps of policy and environment, in which no weights of this collector change."""
         return Holds(self._gates)
 
     def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Run ``update`` now, or as soon as the step under way has ended; returns when it has run.
+        """Run ``update`` between two steps; returns when it has run. Raises AckTimeout: the current step took longer
+        than ``timeout`` seconds, and nothing was changed; RuntimeError: a step called it, and would wait for itself."""
+        now(self.run_change(update, timeout, blocking=True))
 
-        Raises AckTimeout: the step took longer than ``timeout`` seconds, and nothing was changed; RuntimeError: called
-        from within a step, which would wait for itself.
-        """
-        run_without_waiting(self.applied(update, timeout, blocking=True))
-
-    async def applied(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
-        """:meth:`apply`; without ``blocking``, the running loop goes on while a step is under way elsewhere."""
+    async def run_change(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
+        """:meth:`apply`. Without ``blocking``, the event loop runs on while another thread steps."""
         if self.gate.held_by_caller:
             raise RuntimeError(
                 "the policy or the environment tried to change weights during a step, but weights change between two "
@@ -506,24 +513,24 @@ class ActingWeights:
                     until_done(change, POLL_SECONDS)
                 else:
                     await until_done_async(change, POLL_SECONDS)
-                self.gate.poll()  # if Ctrl-C has ended it half way, perhaps no other thread passes the gate
+                self.gate.poll()  # if Ctrl-C interrupted the update, perhaps no other thread enters the gate
                 if time.monotonic() - begun >= timeout and change.cancel():
-                    raise AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
+                    raise AckTimeout(f"the current step did not end within {timeout:g} s; no weights were changed")
         finally:
-            change.cancel()  # a caller that was interrupted or cancelled changes nothing afterwards
+            change.cancel()  # an update must not run after its caller was interrupted or cancelled
         change.result()
 
     def end_hold(self) -> None:
-        """Have the step under way end its hold, between which and the next one changes run, and frames get a label."""
-        # In place of a pending one, which would do the same. Each change has its own end.
+        """Make the current step end its hold. Before the next hold, waiting updates run, and frames get a new label."""
+        # This replaces a pending offer, which would do the same. Each change has its own future.
         self.gate.offer(self._run_changes, lambda error: None)
 
     def _run_changes(self) -> None:
-        """Run all updates that wait. By the gate, one thread at a time is here, and no step is under way."""
+        """Run all waiting updates. The gate lets one thread at a time run this, and only between two steps."""
         while self._changes:
             change, update = self._changes[0]
-            # An update that a KeyboardInterrupt struck half way is running still, and is applied again before any step
-            # reads the weights; one that was complete is not: its source may be another one by now.
+            # If Ctrl-C interrupted an update, its future is still running, and the update is repeated before any step
+            # reads the weights. A finished update is not repeated, because its source may have changed since.
             if change.running() or (not change.done() and change.set_running_or_notify_cancel()):
                 try:
                     update()
@@ -536,19 +543,19 @@ class ActingWeights:
     # -- schemes from above -------------------------------------------------------------------------------------------
 
     @property
-    def come_from_above(self) -> bool:
-        return self._main is not None
+    def come_by_scheme(self) -> bool:
+        return self._main_bus is not None
 
-    def joined(self, scheme: Scheme) -> None:
-        """A scheme was initialised, here or by the user, with the collector as its context. From now on no step is
-        under way when its updates are applied, and frames are labelled with its versions."""
-        self._joined[scheme.model_id or ""] = scheme
-        self._find_buses()
+    def add_receiver(self, scheme: Scheme) -> None:
+        """Note a scheme that was initialised with the collector as its context. From now on, its updates are applied
+        only between two steps, and its versions label frames."""
+        self._added[scheme.model_id or ""] = scheme
+        self._refresh_buses()
 
     def register(self, schemes: Mapping[str, Any], context: Any) -> None:
-        """Initialise schemes, ``{model_id: scheme}``, unless the user has, without communication. ``context`` knows the
-        models and its ``worker_idx``. Raises TypeError, ValueError, RuntimeError: a scheme that cannot receive, or no
-        ``worker_idx``."""
+        """Register schemes, ``{model_id: scheme}``, and initialise those that the user has not. Does not communicate.
+        ``context`` has the models and the ``worker_idx``. Raises TypeError, ValueError, RuntimeError: a scheme cannot
+        receive, or there is no ``worker_idx``."""
         if known := sorted(schemes.keys() & self.schemes.keys()):
             raise ValueError(f"this collector already receives {known}: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
@@ -574,78 +581,76 @@ class ActingWeights:
                 scheme.init_on_receiver(model_id, context, worker_idx=context.worker_idx, gate="hold")
                 begun.append(scheme)
         except BaseException:
-            shut_down_all(begun, 0.0)  # all are registered, or none
-            self._joined = {m: s for m, s in self._joined.items() if s not in begun}
-            self._find_buses()
+            shut_down_all(begun, 0.0)  # register all schemes or none
+            self._added = {m: s for m, s in self._added.items() if s not in begun}
+            self._refresh_buses()
             raise
         self.schemes |= blocking
-        self._find_buses()
+        self._refresh_buses()
 
-    def _find_buses(self) -> None:
-        known = self._joined | self.schemes
+    def _refresh_buses(self) -> None:
+        known = self._added | self.schemes
         moving = buses_of([known[m] for m in ("policy", *known) if m in known])
-        self._main = moving[0] if moving else None
+        self._main_bus = moving[0] if moving else None
         self._gates = [self.gate, *(bus.gate for bus in moving if bus.gate is not None)]
         self._buses = buses_of(self.schemes.values())
-        self.end_hold()  # which does not hold the new gates
+        self.end_hold()  # the current hold does not hold the new gates
 
     def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
-        """Connect to the sender; on return, its initial weights have been applied."""
+        """Connect to the sender. On return, the initial weights are applied."""
         connect_all([self.schemes[model_id] for model_id in schemes], timeout)
 
     def check(self) -> None:
-        """Raises Fenced: another process has this worker's place, and nothing newer will ever come here."""
+        """Raises Fenced: another process has this worker's place, so no newer weights will come."""
         for bus in self._buses:
             bus.check_fenced()
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def version(self) -> int:
-        """The version with which frames are labelled. With a trainer above, that of its schemes plus what its updaters
-        have counted; else that of schemes, or where nothing brings weights, the count of updates applied here."""
-        if self.counted_above is not None:
-            return self.origin()[0] + self.counted_above()
-        return self.own if self._main is None else self.origin()[0]
+        """The version that labels frames. For a worker: the version of its schemes plus the versions that updaters
+        above have counted. Otherwise: the version of the schemes or, without schemes, the local version."""
+        if self.updater_versions is not None:
+            return self.origin()[0] + self.updater_versions()
+        return self.local_version if self._main_bus is None else self.origin()[0]
 
     def origin(self) -> tuple[int, bytes]:
-        """The version that has come by schemes, and its metadata: of several buses, that of the policy's, or of the
-        first. Each counts its own; in a tree of collectors, its root does."""
-        if self._main is None:
+        """The version that schemes have applied, and its metadata: on several buses, those of the main bus. In a tree
+        of collectors, this is the root's version."""
+        if self._main_bus is None:
             return 0, b""
-        acting = self._main.newest_shown(self._main.schemes)
+        acting = self._main_bus.newest_shown(self._main_bus.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
         """Wait, outside any hold, until the acting weights are at most ``max_lag`` versions behind the newest, on each
-        bus by its own count. Raises AckTimeout: one of the waits took longer than ``timeout`` seconds; ClosedError,
-        Fenced."""
+        bus in its own count. Raises AckTimeout: one wait took longer than ``timeout`` seconds; ClosedError, Fenced."""
         for bus in self._buses:
             while (target := bus.newest_target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
-        newest_above, main = self.newest_above, self._main
-        if newest_above is not None and isinstance(main, Bus):  # else nothing here follows that count
+        newest_above, main = self.newest_above, self._main_bus
+        if newest_above is not None and isinstance(main, Bus):  # otherwise, no bus here counts these versions
             while (newest := newest_above()) - self.origin()[0] > max_lag:
                 main.wait_origin(newest - max_lag, timeout)
 
 
 class Holds:
-    """Several gates held at once, as one context manager for one use. ``awaited``: whether an update waits for its
-    end."""
+    """One context manager that holds several gates, for one use."""
 
     def __init__(self, gates: list[Gate]) -> None:
         self._gates = gates
-        self._open = [gate.hold() for gate in gates]
+        self._holds = [gate.hold() for gate in gates]
 
     @property
-    def awaited(self) -> bool:
-        for gate in self._gates:  # noqa: SIM110 - asked for with each step, where any() takes thrice as long
+    def is_update_waiting(self) -> bool:
+        for gate in self._gates:  # noqa: SIM110 - read after each step, and any() takes three times as long
             if gate.pending:
                 return True
         return False
 
     def __enter__(self) -> Self:
         try:
-            for hold in self._open:
+            for hold in self._holds:
                 hold.__enter__()
         except BaseException:
             self.__exit__()
@@ -654,32 +659,32 @@ class Holds:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self._open.pop().__exit__()
-        finally:  # whatever interrupts that, the others are left, too
-            if self._open:
+            self._holds.pop().__exit__()
+        finally:  # also leave the other gates, even if Ctrl-C strikes
+            if self._holds:
                 self.__exit__()
 
 
 class Senders:
-    """The schemes, by model id, by which a collector sends weights to its workers. Models on one bus are switched
-    together, so schemes without an address of the user's choice are moved onto one bus before they are used.
+    """The schemes, by model id, with which a collector sends weights to its workers. Workers switch the models of one
+    bus together, so schemes without an address from the user are moved onto one bus first.
 
-    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Raises TypeError,
-    ValueError, RuntimeError: schemes that cannot send.
+    ``context.get_model(model_id)`` returns the models. ``num_workers`` None: workers come and go. Raises TypeError,
+    ValueError, RuntimeError: a scheme cannot send.
     """
 
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
         self.schemes = as_blocking("weight_sync_schemes", schemes)
         for model_id, scheme in self.schemes.items():
             if scheme.moves_weights:
-                _check_free(model_id, scheme.bus)
+                _check_unused(model_id, scheme.bus)
         fresh = {m: s for m, s in self.schemes.items() if s.role is None or s.pid != os.getpid()}
         join_buses([s for s in fresh.values() if s.moves_weights])
         for model_id, scheme in self.schemes.items():
             if model_id in fresh:
                 has_weights = isinstance(sources.find_model(context, model_id), nn.Module | TensorDictBase | Mapping)
                 called = isinstance(scheme, getattr(context, "called_schemes", ()))
-                remotes: dict[str, Any] = {"remotes": {}} if called else {}  # which the collector fills in
+                remotes: dict[str, Any] = {"remotes": {}} if called else {}  # the collector adds the remotes later
                 source = context if has_weights else None
                 scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
             else:
@@ -687,63 +692,55 @@ class Senders:
                 check("sender")
                 _check_initialised(model_id, scheme, num_workers)
         self.buses = buses_of(self.schemes.values())
-        _owners.update({bus: weakref.ref(self) for bus in self.buses})
+        _senders_of_buses.update({bus: weakref.ref(self) for bus in self.buses})
 
-    def bus_of(self, update: Mapping[str, Any]) -> Bus | None:
-        """The bus that all these models are on; None: one that moves nothing. Raises ValueError: they are on several,
-        so that no worker could switch them together."""
-        buses = buses_of(self.schemes[model_id] for model_id in update)
+    async def send(
+        self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
+    ) -> None:
+        """Send one update. Returns when the workers have applied it or, without a timeout, when it is announced. Raises
+        ValueError: the models are on several buses; and the errors of the schemes' ``send`` or ``publish``."""
+        schemes = {model_id: self.schemes[model_id] for model_id in update}
+        buses = buses_of(schemes.values())
         if len(buses) > 1:
             raise ValueError(
                 f"workers cannot switch {sorted(update)} together, because each of their schemes has its own bus. "
                 "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
             )
-        return buses[0] if buses else None
-
-    async def send(
-        self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
-    ) -> None:
-        """Send one update; returns when workers have applied it, or, without a timeout, when it is announced. Raises as
-        the schemes' ``send`` or ``publish``."""
-        bus = self.bus_of(update)
-        schemes = {model_id: self.schemes[model_id] for model_id in update}
         moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.moves_weights}
-        if bus is not None and timeout is None:
-            if blocking:
+        for bus in buses:  # none, if no scheme moves weights
+            if timeout is None and blocking:
                 bus.publish(moved, workers)
-            else:
+            elif timeout is None:
                 await bus.publish_async(moved, workers)
-        elif bus is not None and timeout is not None:
-            if blocking:
+            elif blocking:
                 bus.send(moved, workers, timeout)
             else:
                 await bus.send_async(moved, workers, timeout)
         for scheme in schemes.values():
             if not scheme.moves_weights:
-                scheme.send()  # which only counts
+                scheme.send()  # only counts the version
 
     @property
     def version(self) -> int:
-        """The newest version that was published."""
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
-    def carry_on(self, versions: Mapping[str, int]) -> None:
-        """Go on from each model's version, where that is not behind. The schemes of one bus have one count."""
+    def restore_versions(self, versions: Mapping[str, int]) -> None:
+        """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
         for model_id, scheme in self.schemes.items():
             if scheme.version < (version := versions.get(model_id, 0)):
                 scheme.load_state_dict({"version": version})
 
 
-# A bus has one set of workers, and so one collector.
-_owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
+# A bus has one set of workers, so it can serve only one collector.
+_senders_of_buses: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
 
 
-def _check_free(model_id: str, bus: Bus) -> None:
+def _check_unused(model_id: str, bus: Bus) -> None:
     if bus.closed:
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was shut down, perhaps with its collector: construct a new scheme"
         )
-    owner = _owners.get(bus)
+    owner = _senders_of_buses.get(bus)
     if owner is not None and owner() is not None:
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] already serves another collector: construct a scheme (or a Bus) for "
@@ -752,13 +749,13 @@ def _check_free(model_id: str, bus: Bus) -> None:
 
 
 def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
-    if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform gives its scheme no name
+    if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform's scheme has no model_id
         _check_name("weight_sync_schemes", model_id, scheme)
     count = scheme.bus.num_workers
     if num_workers is not None and count not in (None, num_workers):
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
-            f"{num_workers}: leave num_workers out, or do not call init_on_sender()"
+            f"{num_workers}: leave num_workers out of init_on_sender(), or do not call it"
         )
 
 
@@ -771,14 +768,14 @@ def _check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:
 
 
 def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
-    """The schemes with their blocking API, on which collectors run them. Raises TypeError: no scheme of asyncsync's;
-    ValueError: one for two models; RuntimeError: an asynchronous one that is connected already."""
+    """The schemes with their blocking API, which collectors use. Raises TypeError: a value is no scheme of asyncsync;
+    ValueError: two models share one scheme; RuntimeError: an asynchronous scheme is already connected."""
     for model_id, scheme in schemes.items():
         if not isinstance(scheme, WeightSyncScheme | AsyncScheme):
             kind = scheme if isinstance(scheme, type) else type(scheme)
             raise TypeError(
                 f"{argument}[{model_id!r}] is {'the class' if scheme is kind else 'a'} {kind.__module__}."
-                f"{kind.__qualname__}, but must be an asyncsync scheme: construct one of asyncsync.sync, such as "
+                f"{kind.__qualname__}, but must be an asyncsync scheme: construct one from asyncsync.sync, such as "
                 "SharedMemWeightSyncScheme()"
             )
     if len({id(scheme) for scheme in schemes.values()}) < len(schemes):
@@ -787,12 +784,12 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
 
 
 def buses_of(schemes: Iterable[Scheme]) -> list[Any]:
-    """Each once, of those that move something."""
+    """The buses of schemes that move weights, each once."""
     return list(dict.fromkeys(scheme.bus for scheme in schemes if scheme.moves_weights))
 
 
 def connect_all(schemes: Collection[WeightSyncScheme], timeout: float) -> None:
-    """Connect schemes, those of one bus together, within one timeout (seconds)."""
+    """Connect schemes within one timeout (seconds), the schemes of one bus together."""
     deadline = time.monotonic() + timeout
     for scheme in schemes:
         if not scheme.moves_weights:
@@ -802,25 +799,25 @@ def connect_all(schemes: Collection[WeightSyncScheme], timeout: float) -> None:
 
 
 def shut_down_all(schemes: Iterable[WeightSyncScheme], timeout: float) -> None:
-    """Shut schemes down within one timeout (seconds), all of them, whatever one of them raises."""
+    """Shut all schemes down within one timeout (seconds), even if one of them raises."""
     deadline = time.monotonic() + timeout
 
     def shut_down(scheme: WeightSyncScheme) -> None:
         scheme.shutdown(max(0.0, deadline - time.monotonic()))
 
     with ExitStack() as stack:
-        for scheme in reversed([*schemes]):  # it begins with the last
+        for scheme in reversed([*schemes]):  # the stack runs the last callback first
             stack.callback(shut_down, scheme)
 
 
-# What an update is made of
+# The parts of an update
 
 
 def as_update(
     policy_or_weights: Any, weights: Any, policy: Any, model_id: str | None, weights_dict: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """One update; None as a model's weights: those that are registered. Raises ValueError: arguments that exclude each
-    other, or an empty ``weights_dict``; TypeError: its keys are no model ids."""
+    """One update, ``{model_id: weights}``. None as weights: those of the registered model. Raises ValueError: arguments
+    exclude each other, or ``weights_dict`` is empty; TypeError: its keys are no model ids."""
     given = {"the positional argument": policy_or_weights, "weights=": weights, "policy=": policy}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -829,7 +826,7 @@ def as_update(
     if weights_dict is None:
         return {"policy" if model_id is None else model_id: single}
     if model_id is not None or single is not None:
-        other = f"model_id={model_id!r}" if model_id is not None else "weights given otherwise"
+        other = f"model_id={model_id!r}" if model_id is not None else next(iter(given))
         raise ValueError(f"weights_dict and {other} exclude each other: name every model in weights_dict")
     if not weights_dict:
         raise ValueError("weights_dict is empty: name at least one model")
@@ -841,8 +838,8 @@ def as_update(
     return dict(weights_dict)
 
 
-def fitted(model: Any, source: Any) -> Prepared:
-    """What copies these weights into the model; nothing, if the model is their source itself. Raises SchemaMismatch."""
+def prepared_copy(model: Any, source: Any) -> Prepared:
+    """A prepared copy of these weights into the model; empty, if the model is its own source. Raises SchemaMismatch."""
     if source is model:
         return Prepared()
     is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
@@ -858,13 +855,13 @@ class UnknownModel(LookupError, ValueError):
 
 
 def belongs_to(owner: str, model_id: str) -> bool:
-    """Whether this is the model called ``owner``, or a path into it."""
+    """Whether this id names the model ``owner`` or a part of it."""
     return model_id == owner or model_id.startswith((f"{owner}.", f"{owner}["))
 
 
 def find_model(collector: Any, model_id: str, policy: Any) -> Any:
-    """The model of this name, as :meth:`WeightsAPI.get_model` describes it. ``policy`` is the one that is meant: the
-    one that acts, or the one that was registered. Raises UnknownModel."""
+    """The model with this id, as :meth:`WeightsAPI.get_model` describes it. ``policy`` is the acting or the registered
+    policy. Raises UnknownModel."""
     kind = type(collector).__name__
     ways = [(collector, model_id), (policy, model_id)]
     if belongs_to("policy", model_id):
@@ -885,11 +882,11 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
 
 
 class _RegisteredModels:
-    """A collector's models as they were registered, which need not be those that act: the context of sender schemes.
-    The private name keeps it out of error messages, which show "the context"."""
+    """A collector's registered models, which need not be the acting ones, as the context of sender schemes. Because the
+    class name is private, error messages say "the context" instead."""
 
     def __init__(self, find: Callable[[str], Any]) -> None:
-        self._find = weakref.WeakMethod(find)  # an open bus keeps its schemes, and they this
+        self._find = weakref.WeakMethod(find)  # weak, because an open bus keeps its schemes alive, and a scheme this
 
     def get_model(self, model_id: str) -> Any:
         find = self._find()

@@ -533,7 +533,7 @@ class WorkerGroup:
         member.has_begun = member.is_connected = member.is_paused = member.is_being_told = False
         member.told = None
         if self._trajectories is not None:
-            self._trajectories.break_off_those(lambda number: number % len(self._members) == member.rank)
+            self._trajectories.break_off_where(lambda number: number % len(self._members) == member.rank)
         late = self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
         member.give_time(late)
         try:

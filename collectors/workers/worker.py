@@ -261,17 +261,17 @@ class Worker:
 
     # -- what its collector reads between two steps -------------------------------------------------------------------
 
-    def counted(self) -> int:
+    def updater_versions(self) -> int:
         self._counted = self._page.counted
         return self._counted
 
     @property
-    def calls(self) -> bool:
+    def wants_hold_to_end(self) -> bool:
         numbers = self._page.numbers  # read here: each step does
         is_cut = numbers[CUT] >= self._serial
         return is_cut or numbers[STOP] > 0 or numbers[PAUSE] > 0 or numbers[COUNTED] != self._counted
 
-    def interrupts(self) -> bool:
+    def wants_rollout_to_end(self) -> bool:
         """Whether the rollout ends early. A worker that is paused stands still in here."""
         if self._page.paused:
             self._stand_still()

@@ -284,7 +284,7 @@ async def iterated(c: Any) -> None:
 
 async def in_the_background(c: Any) -> None:
     c.start()
-    await asyncio.to_thread(c._free.join)
+    await asyncio.to_thread(c._background_thread.join)
     c.async_shutdown()
 
 

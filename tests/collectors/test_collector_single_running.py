@@ -153,7 +153,7 @@ def test_a_started_collector_ends_at_its_total() -> None:
     buffer = Buffer()
     c = collector(replay_buffer=buffer, total_frames=24)
     c.start()
-    c._free.join(20)
+    c._background_thread.join(20)
     assert len(buffer.extended) == 3
     assert c.env.closed == 1
     c.async_shutdown()
@@ -205,7 +205,7 @@ def test_what_ended_a_free_collector_is_raised_by_whoever_asks(caplog: pytest.Lo
         env.fail_at = 3
         c = collector(env, replay_buffer=Buffer())
         c.start()
-        c._free.join(20)
+        c._background_thread.join(20)
         with pytest.raises(RuntimeError, match="the environment broke"):  # noqa: PT012
             if ask == "pause":
                 with c.pause():
@@ -303,14 +303,14 @@ def test_who_waits_for_a_step_finds_the_collector_closed() -> None:
     env, c = stopped()
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(wanted) for wanted in (c.reset, c.pause().__enter__)]
-        while len(c._lock._asking) < 2:
+        while len(c._lock._owners) < 2:
             time.sleep(0.001)
         c.shutdown(timeout=0.05)
         env.go.set()
         for each in waiting:
             with pytest.raises(ClosedError, match=r"^this Collector has been shut down$"):
                 each.result(20)
-    c._free.join(20)
+    c._background_thread.join(20)
     assert env.closed == 1
 
 
@@ -353,7 +353,7 @@ def test_a_step_that_outlasts_the_timeout_is_not_waited_for(ends: str, caplog: p
     def late(*args: Any) -> bool:
         over = close(*args)
         env.go.set()
-        c._free.join(20)
+        c._background_thread.join(20)
         return over
 
     if ends == "together with it":
@@ -363,7 +363,7 @@ def test_a_step_that_outlasts_the_timeout_is_not_waited_for(ends: str, caplog: p
         assert "did not end in time" in caplog.text
         assert env.closed == 0
         env.go.set()
-        c._free.join(20)
+        c._background_thread.join(20)
     assert env.closed == 1, "no environment is left open"
 
 
@@ -395,12 +395,12 @@ class After:
         self.env, self.steps, self.collector = env, steps, c
 
     @property
-    def calls(self) -> bool:
+    def wants_hold_to_end(self) -> bool:
         return self.env.steps >= self.steps
 
-    def interrupts(self) -> bool:
+    def wants_rollout_to_end(self) -> bool:
         assert not self.collector.acting_weights.gate.held_by_caller, "it may wait, and an update must not wait for it"
-        return self.calls
+        return self.wants_hold_to_end
 
 
 def test_an_interrupted_rollout_gives_the_frames_so_far() -> None:

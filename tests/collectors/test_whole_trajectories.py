@@ -171,7 +171,7 @@ def test_trajectories_after_a_load_are_whole() -> None:
 
 
 def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "REMEMBERED", 5)
+    monkeypatch.setattr(subject, "REMEMBERED_ROLLOUTS", 5)
     with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
         for _ in range(40):
             c.reset(index=[True, False])
@@ -183,7 +183,7 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
 
 
 def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "REMEMBERED", 5)
+    monkeypatch.setattr(subject, "REMEMBERED_ROLLOUTS", 5)
 
     def piece(number: int, *, ends: bool) -> TensorDict:
         entries = {"next": {"done": torch.tensor([[ends]])}, "collector": {"traj_ids": torch.tensor([number])}}

@@ -100,7 +100,7 @@ def test_a_rollout_whose_turn_was_interrupted_can_begin_again(strike: Strike, mo
     class Condition(threading.Condition):
         def __exit__(self, *exc: Any) -> None:
             super().__exit__(*exc)
-            if moment == "when it has begun" and one._lock._inside:
+            if moment == "when it has begun" and one._lock._may_step:
                 strike()
 
         def notify_all(self) -> None:

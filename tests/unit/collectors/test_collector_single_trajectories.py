@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import Collector
+from asyncsync.collectors import Collector, split_trajectories
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from helpers.collecting_single import KINDS, Actor, WalkEnv, environment
 
@@ -74,3 +74,8 @@ def test_no_limit_changes_nothing(kind: str, limit: int | None) -> None:
     with collector(environment(kind), max_frames_per_traj=limit) as c:
         assert c.max_frames_per_traj == 0
         assert "step_count" not in c.rollout().keys()  # noqa: SIM118
+
+
+def test_a_batch_with_neither_ids_nor_ends_cannot_be_split() -> None:
+    with pytest.raises(KeyError, match="next"):
+        split_trajectories(TensorDict({"value": torch.zeros(3)}, [3]))

@@ -12,7 +12,7 @@ from torch import nn
 from asyncsync.collectors import Collector
 from asyncsync.collectors.envs.environment import observation_keys
 from asyncsync.collectors.envs.wrappers import StepLimit
-from asyncsync.collectors.rollout.policies import placed, wrapped
+from asyncsync.collectors.rollout.policies import as_tensordict_module, moved_policy
 from helpers.collecting_single import KINDS, WalkEnv, environment, needs_torchrl, torchrl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
@@ -211,8 +211,8 @@ def test_names_of_nested_observations_that_are_not_one_entrys_are_no_match() -> 
     module.forward = lambda x: x  # type: ignore[method-assign, assignment]
     keys = [("a", "x"), ("b", "x")]
     with pytest.raises(TypeError, match="does not fit the observations"):
-        wrapped(module, keys, ["action"])
-    assert wrapped(module, [*keys, "x"], ["action"]).in_keys == ["x"]
+        as_tensordict_module(module, keys, ["action"])
+    assert as_tensordict_module(module, [*keys, "x"], ["action"]).in_keys == ["x"]
 
 
 # -- where a policy is ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Tied(nn.Module):
 
 def test_a_partly_meta_policy_gets_memory_on_its_device() -> None:
     policy = Tied()
-    moved = placed(policy, torch.device("cpu"))
+    moved = moved_policy(policy, torch.device("cpu"))
     assert moved is not policy
     assert all(p.is_meta for p in policy.one.parameters()), "the original stays where it is"
     assert {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())} == {"cpu"}
