@@ -141,7 +141,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             if receives is not None:
                 self.register_scheme_receiver(receives)
         except BaseException:
-            self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
+            self.shutdown(close_env=not environments.is_environment_object(create_env_fn))  # which stays open
             raise
 
     # -- rollouts -----------------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ import torch
 from asyncsync.collectors.distributed.launched import (
     Launch,
     LaunchedFamily,
-    Line,
     Meeting,
+    NodeLine,
     Program,
     as_tensor,
     as_tensors,
     from_tensors,
     watch,
 )
-from asyncsync.collectors.distributed.nodes import Node, until_ended
-from asyncsync.collectors.workers.worker import where
+from asyncsync.collectors.distributed.nodes import Node, answers_until_end
+from asyncsync.collectors.workers.worker import process_name
 from asyncsync.errors import ProtocolError
 from asyncsync.net.endpoint import address_towards
 from asyncsync.transports.torch_distributed import Pair
@@ -88,7 +88,7 @@ class GlooFamily(LaunchedFamily):
     def program(self) -> Program:
         return run_node
 
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
+    def connect(self, launch: Launch, store: Any, there: str) -> NodeLine:
         pair = Pair(store, f"node-{there}-{launch.number}", _TRAINER, self.meeting.host)
         return GlooLine(pair, self.meeting.key)
 
@@ -96,7 +96,7 @@ class GlooFamily(LaunchedFamily):
 def run_node(meeting: Meeting, rank: int, launched: int) -> None:
     """In a node's program."""
     store = meeting.store()
-    there = where()
+    there = process_name()
     store.set(f"here/{launched}", there)
     line = GlooLine(Pair(store, f"node-{there}-{launched}", _NODE, address_towards(meeting.host)), meeting.key)
     node = Node(rank)
@@ -108,7 +108,7 @@ def run_node(meeting: Meeting, rank: int, launched: int) -> None:
 
     def answer() -> None:
         with contextlib.suppress(RuntimeError):
-            for answers in until_ended(node.answers):
+            for answers in answers_until_end(node.answers):
                 line.send(answers)
 
     for target in (receive, answer):

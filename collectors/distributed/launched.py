@@ -29,7 +29,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.collectors.arguments import check_choice
-from asyncsync.collectors.distributed.nodes import Node, NodeFamily, until_ended
+from asyncsync.collectors.distributed.nodes import Node, NodeFamily, answers_until_end
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import Parcel, dumps, loads
 from asyncsync.collectors.workers.worker import Message
@@ -212,7 +212,7 @@ class Meeting(NamedTuple):
         return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
-class Line(Protocol):
+class NodeLine(Protocol):
     """The trainer's end of the connection to a node. Sending, and receiving the node's next messages, are each for one
     thread. Both raise RuntimeError when the node is gone, or :meth:`close` was called, which may be called again."""
 
@@ -236,7 +236,7 @@ class Launch:
     def __init__(self, rank: int, number: int, reports: Reports, running: Running) -> None:
         self.rank, self.number, self.reports, self.running = rank, number, reports, running
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.line: Line | None = None
+        self.line: NodeLine | None = None
         self.has_ended, self.is_over = threading.Event(), threading.Event()
 
     def end(self, timeout: float) -> None:
@@ -283,7 +283,7 @@ class LaunchedFamily(NodeFamily):
         """What runs in a node: a function of a module, of a meeting, the node's rank, and the number of its launch."""
 
     @abstractmethod
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
+    def connect(self, launch: Launch, store: Any, there: str) -> NodeLine:
         """Connect to a node's program, which has written that it runs ``there``. In a thread: it may wait. Raises
         RuntimeError: it is gone."""
 
@@ -302,7 +302,7 @@ class LaunchedFamily(NodeFamily):
     def start(self, rank: int, reports: Reports) -> None:
         if rank in self.launches:
             self.launches[rank].end(0.0)  # what is left of one that was lost
-        self.where.pop(rank, None)
+        self.locations.pop(rank, None)
         number = next(self._numbers)
         running = self._launcher.start(rank, self.program(), (self.meeting, rank, number))
         self.launches[rank] = launch = Launch(rank, number, reports, running)
@@ -339,7 +339,7 @@ class LaunchedFamily(NodeFamily):
 
         threading.Thread(target=send_all, name=f"asyncsync-node-{launch.rank}-send", daemon=True).start()
         try:
-            for answers in until_ended(line.receive):
+            for answers in answers_until_end(line.receive):
                 self.take(launch.rank, launch.reports, answers)
         except Exception:
             logger.debug("lost the connection to %s", self.name(launch.rank), exc_info=True)
@@ -348,7 +348,7 @@ class LaunchedFamily(NodeFamily):
         finally:
             launch.messages.put(None)
 
-    def _meet(self, launch: Launch) -> Line | None:
+    def _meet(self, launch: Launch) -> NodeLine | None:
         """None: the program has ended, or nobody waits for it."""
         store, key = self.meeting.store(), f"here/{launch.number}"
         while not store.check([key]):
@@ -362,7 +362,7 @@ class LaunchedFamily(NodeFamily):
         self.call_soon(launch.reports.lost, ConnectionError(how))
 
     def name(self, rank: int) -> str:
-        return f"node {rank} ({self.where.get(rank) or self.launches[rank].running.name})"
+        return f"node {rank} ({self.locations.get(rank) or self.launches[rank].running.name})"
 
     def close(self, deadline: float) -> None:
         store, self.store = self.store, None

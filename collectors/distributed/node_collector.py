@@ -53,7 +53,7 @@ from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPC
 
 KINDS: dict[str, type[BaseCollector]] = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
-COUNTED_HERE = (
+SET_BY_OUTER = (
     "frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "worker_idx", "weight_recv_schemes",
 )  # fmt: skip
 """Arguments of a node's collector that the collector around it sets."""
@@ -241,7 +241,7 @@ class NodeCollector(GroupCollector):
         for own in self._kwargs:
             if not isinstance(own, Mapping):
                 raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {own!r}")
-            if set_here := sorted(own.keys() & {*COUNTED_HERE}):
+            if set_here := sorted(own.keys() & {*SET_BY_OUTER}):
                 raise ValueError(f"collector_kwargs has {set_here}: pass these to {type(self).__name__} itself")
         given["update_at_each_batch"] = given.pop("update_after_each_batch")
         super().__init__(factories, policy, collector_class=kind, **given)
@@ -249,7 +249,7 @@ class NodeCollector(GroupCollector):
     def _make_group(self, start_method: str) -> WorkerGroup:
         return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
 
-    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])
 
 
@@ -284,9 +284,9 @@ class RPCCollector(NodeCollector):
         count = len(create_env_fn) if is_list(create_env_fn) else 1
         family = RPCFamily(
             dict(given.pop("tensorpipe_options") or {}),
-            _visible(given.pop("visible_devices"), count),
+            _checked_devices(given.pop("visible_devices"), count),
             given["connect_timeout"],
-            **_launching(given),
+            **_launcher_options(given),
         )
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
@@ -335,7 +335,7 @@ class DistributedCollector(NodeCollector):
             policy: see ``MultiCollector``.
         """
         given: dict[str, Any] = {**options}
-        family = GlooFamily(**_launching(given), restarts=given.pop("restarts"))
+        family = GlooFamily(**_launcher_options(given), restarts=given.pop("restarts"))
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
 
@@ -388,11 +388,11 @@ class RayCollector(NodeCollector):
         return list(self._nodes.actors)
 
 
-def _launching(given: dict[str, Any]) -> dict[str, Any]:
+def _launcher_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name) for name in ("launcher", "slurm_kwargs", "tcp_port")}
 
 
-def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
+def _checked_devices(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
     """Raises TypeError, ValueError: not a device for each node."""
     if given is None:
         return None

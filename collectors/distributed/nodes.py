@@ -40,7 +40,7 @@ class NodeFamily(Family):
 
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = whole("restarts", restarts, 0)
-        self.where: dict[int, str] = {}
+        self.locations: dict[int, str] = {}
 
     def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes:
         self.call_soon = group.call_soon
@@ -52,7 +52,7 @@ class NodeFamily(Family):
         """Report a node's messages, from any thread."""
         for message in messages:
             if message[0] == "begun":
-                self.where[rank] = message[1]
+                self.locations[rank] = message[1]
             self.call_soon(reports.received, message)
 
     async def end(self, deadline: float) -> None:
@@ -67,7 +67,7 @@ class NodeFamily(Family):
         """:meth:`end`, in a thread; it may wait."""
 
 
-def until_ended(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
+def answers_until_end(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
     """What a node answers, up to the last answer of all."""
     while True:
         found = answers()
@@ -85,7 +85,7 @@ class Node:
         self.ended = threading.Event()
         self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
         self._lock = threading.Lock()  # over the two that follow
-        self._early: dict[int, Message] = {}  # those before them have not come yet
+        self._out_of_order: dict[int, Message] = {}  # those before them have not come yet
         self._next = 0  # the number of the message that comes next
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the page says that it ends
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -116,12 +116,12 @@ class Node:
     def put(self, number: int, message: Message) -> None:
         """Hand the worker a message of the trainer, after those with lower numbers."""
         with self._lock:
-            self._early[number] = message
-            while (come := self._early.pop(self._next, None)) is not None:
+            self._out_of_order[number] = message
+            while (come := self._out_of_order.pop(self._next, None)) is not None:
                 self._next += 1
                 match come:
                     case "page", wishes:
-                        self._page.heed(self.rank, wishes)
+                        self._page.write_values(self.rank, wishes)
                         self._outbox.put(("told",))
                     case "stop", close_env, seconds:
                         self.stop(seconds, close_env)

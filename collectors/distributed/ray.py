@@ -26,7 +26,7 @@ from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
 from asyncsync.transports.ray_private import kill, library
 
-GROUPS = {"messages": 2, "answers": 1}
+CONCURRENCY_GROUPS = {"messages": 2, "answers": 1}
 """Threads of an actor, beside the one in which schemes call it. None of the first group ever waits."""
 
 FETCH_SECONDS = 60.0
@@ -50,7 +50,7 @@ class RayFamily(NodeFamily):
     Args:
         configs: what ``ray.remote`` is given for each actor.
         init_config: for ``ray.init``, if nobody has called that; None: no arguments.
-        restarts: how often an actor that has died is made anew.
+        restarts: how often an actor that has process_death is made anew.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RayFamily(NodeFamily):
 
     def start(self, rank: int, reports: Reports) -> None:
         self._kill(rank)  # what is left of one that was lost
-        self.where.pop(rank, None)
-        config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": GROUPS}
+        self.locations.pop(rank, None)
+        config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": CONCURRENCY_GROUPS}
         self.actors[rank], self._sent[rank] = self._ray.remote(**config)(NodeActor).remote(rank), 0
         self._listen(rank, self.actors[rank], reports)
 
@@ -109,7 +109,7 @@ class RayFamily(NodeFamily):
         return batch
 
     def name(self, rank: int) -> str:
-        there = self.where.get(rank)
+        there = self.locations.get(rank)
         return f"node {rank} (a Ray actor{'' if there is None else f', {there}'})"
 
     def close(self, deadline: float) -> None:

@@ -18,8 +18,8 @@ from torch.distributed import rpc
 from asyncsync.collectors.distributed.launched import (
     Launch,
     LaunchedFamily,
-    Line,
     Meeting,
+    NodeLine,
     Program,
     as_tensors,
     from_tensors,
@@ -28,10 +28,10 @@ from asyncsync.collectors.distributed.launched import (
 from asyncsync.collectors.distributed.nodes import Node
 from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent, leave
 from asyncsync.collectors.workers.messages import dumps, loads
-from asyncsync.collectors.workers.worker import Message, where
+from asyncsync.collectors.workers.worker import Message, process_name
 
 LEAVE_SECONDS = 1.0  # for all agents to have left; a killed one never does
-FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
+NO_TIMEOUT = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
 
 
 class RPCLine:
@@ -42,10 +42,10 @@ class RPCLine:
         self._numbers = itertools.count()  # one call may overtake another
 
     def send(self, message: Message) -> None:
-        rpc.rpc_async(self._agent, _put, args=(next(self._numbers), dumps(message)), timeout=FOREVER)
+        rpc.rpc_async(self._agent, _put, args=(next(self._numbers), dumps(message)), timeout=NO_TIMEOUT)
 
     def receive(self) -> list[Message]:
-        answers: list[Message] = from_tensors(rpc.rpc_sync(self._agent, _answers, timeout=FOREVER))
+        answers: list[Message] = from_tensors(rpc.rpc_sync(self._agent, _answers, timeout=NO_TIMEOUT))
         return answers
 
     def close(self) -> None:
@@ -87,12 +87,12 @@ class RPCFamily(LaunchedFamily):
     @property
     def references(self) -> dict[int, Any]:
         """RRefs to the nodes, by their ranks."""
-        return {rank: rpc.remote(_name(self.meeting, rank), this_node) for rank in self.where}
+        return {rank: rpc.remote(_name(self.meeting, rank), this_node) for rank in self.locations}
 
     def program(self) -> Program:
         return partial(run_node, options=self._options, connect_timeout=self._connect_timeout)
 
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
+    def connect(self, launch: Launch, store: Any, there: str) -> NodeLine:
         return RPCLine(_name(self.meeting, launch.rank))
 
     def remote(self, rank: int) -> Any:
@@ -105,7 +105,7 @@ class RPCFamily(LaunchedFamily):
             leaving = Thread(target=leave, daemon=True)
             leaving.start()
             self.store.set("over", "1")
-            _wait(self.store, [f"left/{rank}" for rank in self.where])
+            _wait(self.store, [f"left/{rank}" for rank in self.locations])
             leaving.join(LEAVE_SECONDS)  # waits without end for what a node was asked and has not answered
             self.store.set("all have left", "1")
         super().close(deadline)
@@ -155,7 +155,7 @@ def run_node(meeting: Meeting, rank: int, launched: int, *, options: Mapping[str
         store.wait([f"here/{launched - 1}"], timedelta(seconds=connect_timeout))
     _node = Node(rank)
     begin_rpc(store, _name(meeting, rank), rank + 1, rpc.TensorPipeRpcBackendOptions(**options))
-    store.set(f"here/{launched}", where())
+    store.set(f"here/{launched}", process_name())
     watch(_node, store)
     leave()
     store.set(f"left/{rank}", "1")

@@ -25,7 +25,7 @@ from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
 
 
-def is_given(create_env_fn: Any) -> bool:
+def is_environment_object(create_env_fn: Any) -> bool:
     """Whether a collector was given an environment, or a list of one, and not what makes it."""
     one = create_env_fn[0] if isinstance(create_env_fn, list | tuple) and create_env_fn else create_env_fn
     return not isinstance(one, type) and (_is_environment(one) or _is_gymnasium(one))
@@ -46,7 +46,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     if isinstance(create_env_fn, str):
         return GymEnv(create_env_fn, **given)
     environment = create_env_fn
-    if not is_given(environment):
+    if not is_environment_object(environment):
         if not callable(environment):
             raise TypeError(
                 f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "

@@ -14,7 +14,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
 
 
-def limited(environment: Any, max_steps: int) -> Any:
+def with_step_limit(environment: Any, max_steps: int) -> Any:
     """The environment, truncated after ``max_steps`` steps: TorchRL's by its own StepCounter; unchanged for 0. Raises
     ValueError: it counts steps already."""
     if not max_steps:

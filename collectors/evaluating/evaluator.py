@@ -136,7 +136,7 @@ class Evaluator(Lifetime):
             NotImplementedError: backend is "process", and this is not Linux.
             Exception: the worker raised it before it was ready. It keeps its type.
         """
-        if not isinstance(env, str) and (not callable(env) or environments.is_given(env)):
+        if not isinstance(env, str) and (not callable(env) or environments.is_environment_object(env)):
             raise TypeError(
                 f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
                 "evaluator's worker makes it"
@@ -444,7 +444,7 @@ def note(group: WorkerGroup, asked: dict[Request, bool], results: deque[Request]
             logger.error("an evaluation failed", exc_info=error)
         results.append(request)
     del asked[request]
-    group.nudge()
+    group.recheck_waits()
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
