@@ -34,7 +34,7 @@ from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, add_note_to, encode
 from asyncsync.collectors.workers.shared_batches import BatchWriter
-from asyncsync.collectors.workers.worker import Message, Worker
+from asyncsync.collectors.workers.worker import Message, Worker, report_failure
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
 from asyncsync.runtime.threads import sigint_blocked
