@@ -79,7 +79,7 @@ class Caller:
     Attributes:
         thread: the identifier of its thread.
         has_turn: whether other callers wait for this one.
-        error_ends_collection: whether an error ends collection: from the caller's turn on.
+        error_ends_collection: whether an error of its call ends collection. True once its turn has come.
         made: its batch, until it is handed out.
         is_being_processed: whether another thread processes the batch for this caller.
         is_gone: whether it no longer waits for a batch.
