@@ -1,9 +1,9 @@
-"""Collectors whose workers are nodes, on other hosts or on this one: reached by Ray, by torch's RPC, or by gloo.
+"""Collectors whose workers are nodes, on any host, reached by Ray, by torch's RPC, or by gloo.
 
-Each is a collector with workers like any other. Its group is a
-:class:`~asyncsync.collectors.workers.group.WorkerGroup`, and it has either schedule: ``sync=True`` is that of
-``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
-runs may have workers of its own, in processes of the node's host.
+Each is a collector with workers like any other, with a :class:`~asyncsync.collectors.workers.group.WorkerGroup`.
+``sync=True`` gives the schedule of ``MultiSyncCollector``, where a batch stacks the rollouts of all nodes.
+``sync=False`` gives that of ``MultiAsyncCollector``. A node's collector may have workers of its own, in processes of
+the node's host.
 
 Names and defaults follow TorchRL's ``RayCollector``, "RPCCollector" page and ``DistributedCollector``.
 """
@@ -56,7 +56,7 @@ KINDS: dict[str, type[BaseCollector]] = {"single": Collector, "sync": MultiSyncC
 SET_BY_OUTER = (
     "frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "worker_idx", "weight_recv_schemes",
 )  # fmt: skip
-"""Arguments of a node's collector that the collector around it sets."""
+"""Arguments of a node's collector that the outer collector sets."""
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ ConnectTimeout = Annotated[
 
 @described
 class NodeOptions(RolloutOptions, total=False):
-    """Of every collector with nodes.
+    """Options of every collector with nodes.
 
     Args:
         frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
@@ -124,7 +124,7 @@ class NodeOptions(RolloutOptions, total=False):
 
 @described
 class LaunchedOptions(NodeOptions, total=False):
-    """Of ``RPCCollector`` and ``DistributedCollector``.
+    """Options of ``RPCCollector`` and ``DistributedCollector``.
 
     Args:
         slurm_kwargs: parameters of submitit's executor for the jobs, and ``folder`` for their logs.
@@ -145,7 +145,7 @@ class LaunchedOptions(NodeOptions, total=False):
 
 @described
 class PipeOptions(TypedDict, total=False):
-    """Of ``RPCCollector``.
+    """Options of ``RPCCollector``.
 
     Args:
         visible_devices: a list with one device per node, by which CUDA tensors of its batches reach this process.
@@ -162,7 +162,7 @@ class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
 
 @described
 class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
-    """Of ``DistributedCollector``.
+    """Options of ``DistributedCollector``.
 
     Args:
         replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
@@ -174,7 +174,7 @@ class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
 
 @described
 class RayOptions(NodeOptions, ActingOptions, total=False):
-    """Of ``RayCollector``.
+    """Options of ``RayCollector``.
 
     Args:
         ray_init_config: arguments for ``ray.init``, if the program has not called it. Then the last collector or
@@ -201,10 +201,10 @@ class RayOptions(NodeOptions, ActingOptions, total=False):
 
 
 class NodeCollector(GroupCollector):
-    """A collector whose workers are ``nodes``. A subclass takes the options of its family, and hands the others over
-    as ``given``."""
+    """A collector whose workers are ``nodes``. A subclass takes its family's options, and passes on the others as
+    ``given``."""
 
-    called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
+    called_schemes: tuple[type, ...] = ()  # classes of schemes that call the nodes
 
     update_after_each_batch = _part("_arguments.update_at_each_batch")
 
@@ -297,7 +297,7 @@ class RPCCollector(NodeCollector):
     def _connect_senders(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         super()._connect_senders(timeout)
-        schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
+        schemes = self._sender_schemes.items()  # connecting RPC schemes send nothing, so this sends the first weights
         if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
             now(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 
@@ -393,7 +393,7 @@ def _launcher_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_devices(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
-    """Raises TypeError, ValueError: not a device for each node."""
+    """The devices, one for each node. Raises TypeError, ValueError: the argument is something else."""
     if given is None:
         return None
     if not is_list(given):

@@ -204,7 +204,9 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     collector.group.wait(lambda: True)  # the interrupted batch is left there
-    before = collector._driver.frames - sum(result.frames for made in collector._driver.leftover for result in made.results)
+    before = collector._driver.frames - sum(
+        result.frames for made in collector._driver.leftover for result in made.results
+    )
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):
