@@ -77,8 +77,8 @@ def answers_until_end(answers: Callable[[], list[Message]]) -> Iterator[list[Mes
 
 
 class Node:
-    """Runs the worker of this rank, and is the worker's :class:`TrainerLine`. ``ended`` is set when the worker has ended
-    and its environment is closed."""
+    """Runs the worker of this rank, and is the worker's :class:`TrainerLine`. ``ended`` is set when the worker has
+    ended and its environment is closed."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
