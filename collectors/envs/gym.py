@@ -50,8 +50,8 @@ class Spec(ABC):
 
     @abstractmethod
     def read(self, action: Array) -> Array:
-        """Convert an action, given as a NumPy view, for the environment. Raises ValueError with a message that continues
-        a sentence whose subject is the action's key."""
+        """Convert an action, given as a NumPy view, for the environment. Raises ValueError with a message that
+        continues a sentence whose subject is the action's key."""
 
     def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """A value of zeros; ``shape`` comes before the spec's own."""
@@ -117,8 +117,8 @@ class BoxSpec(Spec):
 
 
 class CategoricalSpec(Spec):
-    """Choices as whole numbers, from 0 to ``nvec - 1``, even if the space starts elsewhere. ``nvec`` has the shape of one
-    environment's entry."""
+    """Choices as whole numbers, from 0 to ``nvec - 1``, even if the space starts elsewhere. ``nvec`` has the shape of
+    one environment's entry."""
 
     hint = " (a choice is its number: where the policy gives a score for each, let it return .argmax(-1), or a sample)"
 
