@@ -208,7 +208,7 @@ class EntryKeys(NamedTuple):
 
 
 def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArguments) -> EntryKeys:
-    """The keys of an environment whose reset has returned ``root``. Raises RuntimeError: ``set_truncated`` is given, but
+    """The keys of an environment whose reset has returned ``root``. Raises RuntimeError: ``set_truncated`` is set, but
     the environment has no "truncated" flag."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
     flags = done_flags(environment, root)
