@@ -405,7 +405,7 @@ class Driver(ABC):
         for worker in workers:
             request(worker)
         while any(requested):
-            result = await group.next_result()
+            result = (await group.until(lambda: group.results)).popleft()
             take(result)
             request(result.worker)
         self.under_way = {}  # these rollouts have been counted
@@ -473,7 +473,7 @@ class AsyncDriver(Driver):
         if self._undelivered is None:
             for worker in range(len(self._pools)):
                 self._ask_if_wanted(worker)
-            result = await self.group.next_result()
+            result = (await self.group.until(lambda: self.group.results)).popleft()
             worker = result.worker
             self._undelivered = self._complete(self._pools[worker], self.under_way.pop(worker), [result])
         worker = self._undelivered.results[0].worker

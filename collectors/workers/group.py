@@ -323,11 +323,6 @@ class WorkerGroup:
                 self._send_page(member, at_once=True)  # it must learn of a pause before it begins this rollout
             self._send(member, request)
 
-    async def next_result(self) -> RolloutResult:
-        """Wait on the loop thread for the next finished rollout. Raises as :meth:`until`."""
-        await self.until(lambda: self.results)
-        return self.results.popleft()
-
     # -- the control page ---------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
