@@ -579,7 +579,7 @@ class GroupCollector(BaseCollector):
                     finalizer()
             self._end_weights(max(0.5, deadline - time.monotonic()))
             self._driver.close()
-            self.group.close()
+            self.group.page.close()
         self.raise_free_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------

@@ -579,7 +579,3 @@ class WorkerGroup:
                 self.is_over = True
                 self._notify()
                 loop_thread.keep(self._shutdown, False)
-
-    def close(self) -> None:
-        """Release the page after the end. Its numbers can still be read. Idempotent."""
-        self.page.close()

@@ -196,4 +196,4 @@ def test_workers_that_are_importing_are_ended_at_once(caplog: pytest.LogCaptureF
     group.end(10.0)
     assert time.monotonic() - began < 5
     assert (group.alive, group.is_over, caplog.messages) == (0, True, [])
-    group.close()
+    group.page.close()

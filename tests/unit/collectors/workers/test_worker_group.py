@@ -104,7 +104,7 @@ def groups() -> Iterator[Groups]:
     yield make
     for group in made:
         group.end(1.0)
-        group.close()
+        group.page.close()
 
 
 def lose(group: WorkerGroup, family: Family, rank: int) -> None:
