@@ -75,7 +75,8 @@ class RolloutLock:
 
     def _check_may_roll(self) -> None:
         """Raises RuntimeError, ClosedError: this thread will not get its turn, however long it waits."""
-        self.check_caller()
+        if self._asking:
+            self.check_caller()
         if self._roller is not None:
             where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
             raise RuntimeError(
