@@ -99,9 +99,6 @@ class ControlPage:
         self.numbers[CUT] = serial
         self.on_change()
 
-    def is_cut(self, serial: int) -> bool:
-        return self.numbers[CUT] >= serial
-
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Raise the newest version of these workers to ``version``."""
         for index in (NEWEST + worker for worker in workers):

@@ -123,6 +123,7 @@ class Worker:
         self.schemes: Mapping[str, Any] = schemes or {}
         self._line = line
         self._page = page
+        self._numbers = page.numbers  # read directly, because the worker does so after each step
         self._writer = writer
         self._replay_buffer = replay_buffer
         self._requests: deque[Message] = deque()  # rollouts that wait until calls are answered or a pause ends
@@ -139,7 +140,7 @@ class Worker:
                 self._line.send("begun", process_name())
                 while True:
                     message = self._line.receive(wait=not self._requests)
-                    if self._page.stopped:
+                    if self._numbers[STOP]:
                         break
                     if message is None:
                         self._roll_out(*self._requests.popleft())
@@ -151,7 +152,7 @@ class Worker:
                 if self.collector is not None:
                     self.collector.shutdown(close_env=self._page.closes_env)
         except BaseException as error:
-            if not (self._page.stopped and isinstance(error, (ClosedError, WeightSyncError))):
+            if not (self._numbers[STOP] and isinstance(error, (ClosedError, WeightSyncError))):
                 report_failure(self._line, error)
                 return False
         return True
@@ -220,7 +221,7 @@ class Worker:
         if given.follows:
             collector.follow_versions(self._page.place, self.rank)
         self._connecting = True
-        if self._page.stopped:  # interrupt() may have come before there was a wait to end
+        if self._numbers[STOP]:  # interrupt() may have come before there was a wait to end
             raise Stopped
         frames = collector.requested_frames_per_batch
         self._line.send("built", *WorkerInfo(frames, collector.batch_dims(), collector.policy_devices()))
@@ -235,12 +236,12 @@ class Worker:
         self._serial = serial
         collector, writer = self.collector, self._writer
         writes = self._replay_buffer is not None
-        if self._page.paused:
+        if self._numbers[PAUSE]:
             self._wait_while_paused()
         if writer is not None:
             writer.open(lease)
         batch, frames = collector.rollout_for_trainer(is_random, writes)
-        if self._page.stopped:
+        if self._numbers[STOP]:
             raise Stopped
         if writes:
             self._line.send("result", False, 0, frames, None, None)
@@ -266,20 +267,20 @@ class Worker:
     # -- Signals, which the collector reads between two steps ---------------------------------------------------------
 
     def counted(self) -> int:
-        self._labelled_count = self._page.counted
+        self._labelled_count = self._numbers[COUNTED]
         return self._labelled_count
 
     @property
     def calls(self) -> bool:
-        numbers = self._page.numbers  # without the page's methods, because this is read after each step
+        numbers = self._numbers
         is_cut = numbers[CUT] >= self._serial
         return is_cut or numbers[STOP] > 0 or numbers[PAUSE] > 0 or numbers[COUNTED] != self._labelled_count
 
     def interrupts(self) -> bool:
         """Whether the rollout ends early. While the trainer pauses workers, this waits."""
-        if self._page.paused:
+        if self._numbers[PAUSE]:
             self._wait_while_paused()
-        return self._page.stopped > 0 or self._page.is_cut(self._serial)
+        return self._numbers[STOP] > 0 or self._numbers[CUT] >= self._serial
 
     def _wait_while_paused(self) -> None:
         """Carry out calls until the trainer ends the pause. Pauses the worker's own workers, too."""
