@@ -34,7 +34,7 @@ def group() -> Iterator[WorkerGroup]:
     made = group_of_processes()
     yield made
     made.end(1.0)
-    made.close()
+    made.page.close()
 
 
 def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerGroup) -> None:
