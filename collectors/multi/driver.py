@@ -195,13 +195,13 @@ class Driver(ABC):
             pool.adapt(batch)
         return batch
 
-    def _is_due(self, worker: int) -> bool:
-        interval = self._arguments.max_weight_update_interval
-        return self._arguments.update_at_each_batch or 0 < interval <= self._batches_since_update[worker]
-
-    async def _update(self, workers: list[int] | None) -> None:
-        group = self.group
-        before = [group.incarnation(worker) for worker in range(len(self._batches_since_update))]
+    async def _update_if_due(self, workers: list[int] | None) -> None:
+        """Send the policy's weights to these workers (None: all) if one of them is due for an update."""
+        arguments, batches, group = self._arguments, self._batches_since_update, self.group
+        most = max(batches if workers is None else [batches[worker] for worker in workers])
+        if not (arguments.update_at_each_batch or 0 < arguments.max_weight_update_interval <= most):
+            return
+        before = [group.incarnation(worker) for worker in range(len(batches))]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
         except PartialSendError as error:  # except for workers that are launched again: they get the newest weights
@@ -477,8 +477,7 @@ class AsyncDriver(Driver):
             worker = result.worker
             self._undelivered = self._complete(self._pools[worker], self.under_way.pop(worker), [result])
         worker = self._undelivered.results[0].worker
-        if self._is_due(worker):
-            await self._update([worker])
+        await self._update_if_due([worker])
         self._ask_if_wanted(worker)
         made, self._undelivered = self._undelivered, None
         return made
@@ -513,8 +512,7 @@ class SyncDriver(Driver):
 
     async def produce(self) -> Batch:
         if not self.under_way:
-            if any(self._is_due(worker) for worker in self._workers):
-                await self._update(None)
+            await self._update_if_due(None)
             batch = self._pools[0].take()
             self._serial += 1
             for worker in self._workers:
