@@ -121,23 +121,21 @@ class GroupCollector(BaseCollector):
         own = own_arguments(given["collector_class"])  # a partial may have devices of its own
         check_devices({name: own.get(name, given[name]) for name in DEVICES}, of_workers=True)
         each_device = zip(*(each(name, given[name], count) for name in DEVICES), strict=True)
-        placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
+        worker_devices = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
         self.policy_device, self.storing_device = (
-            [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
+            [exact_device(d["device"] if d[name] is None else d[name]) for d in worker_devices]
             for name in ("policy_device", "storing_device")
         )
         self.policy = policy
         if policy is None and given["worker_idx"] is not None and policies[0] is not None:
-            self.policy = policies[
-                0
-            ]()  # in the middle of a tree: it receives weights, and its workers get them from it
+            self.policy = policies[0]()  # in the middle of a tree: for weights that it receives and passes on
         self.extend_buffer = given["extend_buffer"]
         if self.replay_buffer is None:
             self._arguments.postproc = on_device(given["postproc"], self.storing_device[0])
         if given["num_threads"] is not None:
             torch.set_num_threads(given["num_threads"])
-        each_own = self._worker_arguments(given, policy, policies, placed)
-        check_own_schemes([{**own_arguments(given["collector_class"]), **own} for own in each_own])
+        worker_arguments = self._worker_arguments(given, policy, policies, worker_devices)
+        check_own_schemes([{**own_arguments(given["collector_class"]), **own} for own in worker_arguments])
         sent = {m: scheme for m, scheme in schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
@@ -148,16 +146,16 @@ class GroupCollector(BaseCollector):
         self.closed = False
         self._finalizers = make_finalizers(self, self.group, self._sender_schemes)
         try:
-            self._start_workers(factories, each_own, given)
+            self._start_workers(factories, worker_arguments, given)
         except BaseException:
             self.shutdown()
             raise
 
     def _batch_arguments(self, given: Mapping[str, Any]) -> BatchArguments:
         own, buffer = own_arguments(given["collector_class"]), given["replay_buffer"]
-        seen = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
-        self.track_traj_ids = seen["track_traj_ids"]
-        trajectories = check_trajectories(**seen)
+        effective = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
+        self.track_traj_ids = effective["track_traj_ids"]
+        trajectories = check_trajectories(**effective)
         self._counts_frames = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
         total = frames_or_none("total_frames", given["total_frames"])
@@ -165,12 +163,12 @@ class GroupCollector(BaseCollector):
         if is_list(frames):
             check_count("frames_per_batch", frames, self.num_workers)
             frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
-            asked = self._driver_class.frames_of_batch(frames)
+            batch_frames = self._driver_class.frames_of_batch(frames)
         else:
-            asked = whole("frames_per_batch", frames, 1)
-            frames = self._driver_class.split(asked, self.num_workers)
+            batch_frames = whole("frames_per_batch", frames, 1)
+            frames = self._driver_class.split(batch_frames, self.num_workers)
         if total is not None:
-            rounded_up("total_frames", total, "frames_per_batch", asked)
+            rounded_up("total_frames", total, "frames_per_batch", batch_frames)
         return BatchArguments(
             frames,
             math.inf if total is None else total,
@@ -216,7 +214,11 @@ class GroupCollector(BaseCollector):
         return updater, schemes
 
     def _worker_arguments(
-        self, given: Mapping[str, Any], policy: Any, policies: Sequence[Any], placed: Sequence[Mapping[str, Any]]
+        self,
+        given: Mapping[str, Any],
+        policy: Any,
+        policies: Sequence[Any],
+        worker_devices: Sequence[Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
         names = WORKER_OPTIONS if self.replay_buffer is None else (*WORKER_OPTIONS, *WRITER_OPTIONS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
@@ -226,7 +228,7 @@ class GroupCollector(BaseCollector):
         for worker, own_policy in enumerate(policies):
             own = {
                 **common,
-                **placed[worker],
+                **worker_devices[worker],
                 "frames_per_batch": self._arguments.frames[worker],
                 "create_env_kwargs": kwargs[worker],
                 "policy": policy if own_policy is None else None,
@@ -237,7 +239,7 @@ class GroupCollector(BaseCollector):
         return found
 
     def _start_workers(
-        self, factories: Sequence[Any], each_own: Sequence[dict[str, Any]], given: Mapping[str, Any]
+        self, factories: Sequence[Any], worker_arguments: Sequence[dict[str, Any]], given: Mapping[str, Any]
     ) -> None:
         group, buffer, timeout = self.group, self.replay_buffer, given["connect_timeout"]
         deadline = time.monotonic() + timeout
@@ -252,7 +254,7 @@ class GroupCollector(BaseCollector):
             "follows": self._announce_versions(),
             "timeout": timeout,
         }
-        pairs = zip(factories, each_own, strict=True)
+        pairs = zip(factories, worker_arguments, strict=True)
         specifications = [Specification(create_env_fn=factory, arguments=own, **common) for factory, own in pairs]
         group.start([pickled(one) for one in specifications], self._sender_schemes, buffer)
         self._wait_until_built(deadline)
