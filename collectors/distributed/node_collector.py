@@ -201,8 +201,7 @@ class RayOptions(NodeOptions, ActingOptions, total=False):
 
 
 class NodeCollector(GroupCollector):
-    """A collector whose workers are ``nodes``. A subclass takes its family's options, and passes on the others as
-    ``given``."""
+    """A collector whose workers are ``nodes``. A subclass takes its family's options; ``given`` has the others."""
 
     called_schemes: tuple[type, ...] = ()  # classes of schemes that call the nodes
 

@@ -131,8 +131,7 @@ class Node:
                 self._inbox.put(None)
 
     def answers(self) -> list[Message]:
-        """The worker's next messages, up to the first one with a batch. Waits for one message. Call it in one thread at
-        a time."""
+        """The worker's next messages, up to the first one with a batch. Waits for one. In one thread at a time."""
         found: list[Message] = []
         while not (found and self._outbox.empty()):
             found.append(message := self._outbox.get())

@@ -53,14 +53,8 @@ class RPCLine:
 
 
 class RPCFamily(LaunchedFamily):
-    """Nodes reached by RPC.
-
-    Args:
-        options: arguments of ``TensorPipeRpcBackendOptions``.
-        devices: for each node, the device by which CUDA tensors reach this process.
-        connect_timeout: seconds that nodes wait for each other.
-        launching: see :class:`LaunchedFamily`.
-    """
+    """Nodes reached by RPC. ``options``: arguments of ``TensorPipeRpcBackendOptions``; ``devices``: for each node, the
+    device by which CUDA tensors reach this process; ``connect_timeout``: seconds that nodes wait for each other."""
 
     def __init__(
         self,
@@ -97,7 +91,7 @@ class RPCFamily(LaunchedFamily):
     def program(self) -> Program:
         return partial(run_node, options=self._options, connect_timeout=self._connect_timeout)
 
-    def connect(self, launch: Launch, store: Any, there: str) -> NodeLine:
+    def connect(self, launch: Launch, store: Any, node_name: str) -> NodeLine:
         return RPCLine(_name(self.meeting, launch.rank))
 
     def remote(self, rank: int) -> Any:
@@ -120,7 +114,7 @@ class RPCFamily(LaunchedFamily):
 
 def _name(meeting: Meeting, rank: int | None = None) -> str:
     """The name of a node's agent. None: the trainer's."""
-    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # without a dash, at which torch would cut the name
+    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # no dash, because for torch it would end the name
 
 
 def _wait(store: Any, keys: list[str]) -> None:

@@ -87,8 +87,7 @@ def is_torchrl(environment: Any) -> bool:
 
 
 def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-    """Call ``reset``, for all environments (None) or those of td's ``"_reset"``. Raises TypeError: it returned no
-    TensorDict."""
+    """Reset all environments (None), or those of td's ``"_reset"``. Raises TypeError: ``reset`` gave no TensorDict."""
     root = environment.reset(**kwargs) if td is None else environment.reset(td, **kwargs)
     if not isinstance(root, TensorDictBase):
         raise TypeError(f"{type(environment).__name__}.reset() returned a {type(root).__name__}, not a TensorDict")
@@ -208,8 +207,7 @@ class EntryKeys(NamedTuple):
 
 
 def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArguments) -> EntryKeys:
-    """The keys of an environment whose reset has returned ``root``. Raises RuntimeError: ``set_truncated`` is set, but
-    the environment has no "truncated" flag."""
+    """The keys of an environment whose reset has returned ``root``. Raises RuntimeError: no flag for set_truncated."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
     flags = done_flags(environment, root)
     ends = {(*path_of(key)[:-1], name) for key in flags for name in FLAGS}

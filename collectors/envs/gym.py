@@ -19,7 +19,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import check_keys
-from asyncsync.collectors.envs.gym_vector import Seen, Vector, make_vector, vector_of
+from asyncsync.collectors.envs.gym_vector import Observed, Vector, make_vector, vector_of
 from asyncsync.collectors.trajectories import FLAGS, zeroed
 
 Array = np.ndarray[Any, Any]
@@ -154,8 +154,7 @@ class CategoricalSpec(Spec):
 
 class OneHotSpec(Spec):
     """One-hot choices. ``nvec`` and ``start`` have the shape of the choices. If all choices have the same number of
-    entries, these form a new last dimension. Otherwise the choices are concatenated in the last dimension. ``n`` is the
-    size of the last dimension."""
+    entries, these form a new last dimension, else the choices are concatenated. ``n`` is the last dimension's size."""
 
     hint = " (choices are one-hot unless categorical_action_encoding=True)"
 
@@ -569,11 +568,11 @@ class GymEnv(NotTorchRLs):
         if not np.count_nonzero(finished):  # takes a tenth of finished.any()'s time
             return first, None
         if self._vector is None:
-            self._write_seen(first, self._reset())
+            self._write_observed(first, self._reset())
             return first, finished
         if last is not None:
-            self._write_seen(last, self._vector.last(finished, info), finished)
-        self._write_seen(first, self._vector.first(finished), finished)
+            self._write_observed(last, self._vector.last_observations(finished, info), finished)
+        self._write_observed(first, self._vector.first_observations(finished), finished)
         return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -613,7 +612,7 @@ class GymEnv(NotTorchRLs):
 
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
-    def _reset(self, **kwargs: Any) -> Seen:
+    def _reset(self, **kwargs: Any) -> Observed:
         observation, info = self._checked(2, "reset", self.env.reset(**kwargs))
         if self._unknown_infos:
             self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
@@ -622,7 +621,6 @@ class GymEnv(NotTorchRLs):
         return [(..., observation)], info
 
     def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
-        """The spec of an info entry, from the first reset's info."""
         if name not in info:
             raise KeyError(
                 f"{self._name}: the info of the first reset has no {name!r} (it has {sorted(map(str, info))}): pass "
@@ -635,13 +633,13 @@ class GymEnv(NotTorchRLs):
             )
         return free_spec(value[0] if self.batch_size else value, name)
 
-    def _first(self, seen: Seen, mask: Array | None = None) -> TensorDict:
+    def _first(self, seen: Observed, mask: Array | None = None) -> TensorDict:
         arrays = self._observations_memory()
-        self._write_seen(arrays, seen, mask)
+        self._write_observed(arrays, seen, mask)
         return self.container(tensors(arrays) | self.no_flags())
 
-    def _write_seen(self, arrays: Mapping[Any, Array], seen: Seen, mask: Array | None = None) -> None:
-        """Write observations and infos. ``mask``: write infos only for these environments of a vector."""
+    def _write_observed(self, arrays: Mapping[Any, Array], seen: Observed, mask: Array | None = None) -> None:
+        """Write observations and infos. ``mask``: infos only of these environments."""
         rows, info = seen
         for index, observation in rows:
             self._write({key: array[index] for key, array in arrays.items()}, observation)
@@ -662,17 +660,14 @@ class GymEnv(NotTorchRLs):
                 ) from error
 
     def _write_infos(self, arrays: Mapping[Any, Array], info: Mapping[str, Any], mask: Array | None = None) -> None:
-        """Write the entries of ``info_keys``, and zeros for missing ones. ``mask``: only for these environments of a
-        vector."""
+        """Write the entries of ``info_keys``, zeros for missing ones, for all environments or those of a mask."""
         for name, spec in self._infos.items():
             value, out = info.get(name), np.zeros_like(arrays[name])
             if value is not None:
                 try:
                     spec.write(out, value)
                 except (TypeError, ValueError) as error:
-                    raise type(error)(
-                        f"{self._name}: info[{name!r}] does not have the form of the first one: {error}"
-                    ) from error
+                    raise type(error)(f"{self._name}: info[{name!r}] is not like the first one: {error}") from error
                 if (present := info.get(f"_{name}")) is not None:  # of a vector: which environments have the entry
                     out[~np.asarray(present, np.bool_)] = 0
             which: Any = ... if mask is None else mask

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 Rows = Iterable[tuple[Any, Any]]
 """Observations of some environments, each with an index by which NumPy makes a view of its row in an array of all."""
-Seen = tuple[Rows, Mapping[str, Any] | None]
+Observed = tuple[Rows, Mapping[str, Any] | None]
 """Observations of some environments, and an info that contains theirs, or None."""
 
 
@@ -37,16 +37,15 @@ class Vector:
     def step(self, actions: Any) -> Any:
         return self.env.step(actions)
 
-    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
-        """The last observations of finished environments that the step itself has not returned. ``finished``: bool
-        [num_envs]; ``info``: the step's."""
+    def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
+        """The last observations of ``finished`` environments (bool [num_envs]) that the step has not returned."""
         return [], None
 
-    def first(self, finished: Array) -> Seen:
-        """After :meth:`last`: the first observations of finished environments, unless the step has returned them."""
+    def first_observations(self, finished: Array) -> Observed:
+        """The first observations of finished environments that the step has not returned. After the last ones."""
         return self.reset(finished)
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         """Reset the environments of a mask, bool [num_envs]."""
         observation, info = self.env.reset(options={"reset_mask": mask.copy()})  # the environment keeps the mask
         return _rows(observation, mask), info
@@ -69,14 +68,14 @@ class InTurn(Vector):
         observations, *numbers, _ = zip(*each, strict=True)
         return _gathered(observations), *numbers, {}
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         return [((index, ...), self.env.envs[index].reset()[0]) for index in mask.nonzero()[0].tolist()], None
 
 
 class SameStep(Vector):
     """The vector environment resets finished environments within the step."""
 
-    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
+    def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
         if "final_obs" not in info:
             raise RuntimeError(
                 f"{self.env} has autoreset mode SAME_STEP, but lost the last observations of finished environments: "
@@ -84,10 +83,10 @@ class SameStep(Vector):
             )
         return _rows(info["final_obs"], finished), info.get("final_info")
 
-    def first(self, finished: Array) -> Seen:
+    def first_observations(self, finished: Array) -> Observed:
         return [], None
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
         if not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):  # these take a mask in any mode
@@ -102,7 +101,7 @@ class CartPole(Vector):
     """Gymnasium's CartPoleVectorEnv resets only in the next step. Because all its state is in three arrays, this class
     resets finished environments at once, with the generator that Gymnasium would use a step later."""
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         env = self.env
         which = mask.nonzero()[0]  # quicker than the mask, for a few
         env.state[:, which] = env.np_random.uniform(env.low, env.high, (4, len(which)))
@@ -161,8 +160,7 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
 
 
 def _kind_of(kind: Any, metadata: Mapping[str, Any]) -> type[Vector] | None:
-    """The class that handles resets of vector environments of this class. None: they reset in the next step, and this
-    module does not know their state."""
+    """The class that resets vector environments of this kind. None: they reset in the next step, in an unknown way."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 

@@ -497,8 +497,7 @@ class GroupCollector(BaseCollector):
         return set().union(*self._acting_devices.values())
 
     async def _look_behind(self, error: PartialSendError) -> None:
-        """If an update has failed because a worker is lost, raise the worker's own error or the end of its process,
-        which say why."""
+        """If an update failed because a worker is lost, raise the worker's own error, or how its process ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return
         try:
@@ -782,8 +781,7 @@ def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
 def make_finalizers(
     collector: object, group: WorkerGroup, schemes: Mapping[str, Any]
 ) -> tuple[Callable[[], object], ...]:
-    """Have the collector end when it is garbage-collected, or when the program ends without shutdown(). Returns
-    functions that cancel this."""
+    """End the collector when it is garbage-collected or the program exits. Returns functions that cancel this."""
 
     def end() -> None:
         if not group.is_ours:

@@ -374,8 +374,7 @@ class Driver(ABC):
             self._free = None
 
     async def _roll_free(self) -> None:
-        """Make the workers roll out into the replay buffer until all frames are collected. Frames that were collected
-        or requested before count, too."""
+        """Make the workers roll out into the replay buffer until all frames are collected. Earlier ones count."""
         arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
         round_frames = self._frames_of_free_round()
         rounds = [0 for _ in workers]

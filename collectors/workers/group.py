@@ -95,8 +95,7 @@ class Family(ABC):
         in this order. A message to a lost worker is dropped."""
 
     def batch(self, rank: int, payload: Any) -> TensorDictBase:
-        """The batch of a result with this payload. Runs in the thread of the caller who wants the batch; it may
-        wait."""
+        """The batch of a result with this payload. Runs in the thread that wants the batch, and may wait."""
         batch: TensorDictBase = loads(payload)
         return batch
 
@@ -238,8 +237,7 @@ class WorkerGroup:
         return sum(not member.has_ended for member in self._members) if not self.is_over else 0
 
     def incarnation(self, worker: int) -> int | None:
-        """How often a worker was launched again; None: it has not connected since its last launch, so it will get the
-        newest weights when it does."""
+        """How often a worker was launched again. None: it has yet to connect, and then gets the newest weights."""
         member = self._members[worker]
         return member.launches if member.is_connected else None
 
@@ -303,9 +301,8 @@ class WorkerGroup:
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def slot_pool(self, workers: Sequence[int], dim: int | None) -> SlotPool:
-        """Slots for batches with one rollout of each of these workers, concatenated along ``dim`` of ``[*batch_size,
-        steps]`` or, with None, stacked along a new first dimension. A worker that shares no memory sends its rollouts
-        by value."""
+        """Slots for batches with one rollout of each of these workers, along ``dim`` as in :class:`Arrangement`. A
+        worker that shares no memory sends its rollouts by value."""
 
         def announce(arrangement: Arrangement) -> None:
             for index, worker in enumerate(workers):
@@ -351,8 +348,7 @@ class WorkerGroup:
             self.call_soon(self._send_page, member)
 
     def _send_page(self, member: _Member, *, at_once: bool = False) -> None:
-        """Send a worker the page's values if they have changed. Unless ``at_once``, only when the worker has answered
-        the previous message."""
+        """Send a worker changed values of the page. Unless ``at_once``, only when it has answered the last ones."""
         values = self.page.values_for(member.rank)
         may = member.has_begun and not member.has_ended and (at_once or not member.awaits_told)
         if may and member.sent_values != values:
@@ -552,8 +548,7 @@ class WorkerGroup:
             loop_thread.run(lambda: self._shutdown(timeout, close_env))
 
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
-        """End all workers within the timeout (seconds). If it is cancelled, it ends them at once, because no other call
-        would."""
+        """End all workers within the timeout (seconds). Ends them at once if cancelled, because no other call would."""
         is_first, self.ending = not self.ending, True
         self._notify()
         deadline = time.monotonic() + timeout

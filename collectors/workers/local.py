@@ -145,8 +145,7 @@ class WorkerProcess:
         loop.remove_writer(self.channel.fileno())
 
     def send(self, message: Message) -> None:
-        """Send a message after the unsent ones. Raises RuntimeError: too many are unsent; OSError: sending failed,
-        although the worker is there."""
+        """Send a message after the unsent ones. Raises RuntimeError: too many are unsent; OSError: sending failed."""
         if len(self._unsent) >= MAX_UNSENT:
             raise RuntimeError(f"{self.name} has {MAX_UNSENT} unread messages, so it gets no more")
         self._unsent.append(encode(message))
@@ -305,8 +304,7 @@ def run_worker(
 
 
 def _trainer_pidfd(pid: int) -> list[int]:
-    """At most one descriptor, which is readable when the trainer has ended, even if a child that the trainer forked
-    keeps the pipes open."""
+    """At most one descriptor, readable when the trainer has ended, even if its forked child keeps the pipes open."""
     if not hasattr(os, "pidfd_open"):
         return []
     try:
@@ -327,8 +325,7 @@ class TrainerWatch:
         self.is_orphaned = False
 
     def run(self, watched: list[Any]) -> None:
-        """In a thread: wait until the trainer has ended, or until the time that it allows for this process's end is
-        over. Then end the process."""
+        """In a thread: end this process when the trainer has ended, or the time that it allows is over."""
         [stop_pipe, *_] = watched
         limit = None
         while stop_pipe in wait(watched, limit):

@@ -240,8 +240,7 @@ class Channel:
 
     def offer(self, packet: Packet) -> bool:
         """Send the packet if the socket has room for it. Returns whether it had. Raises ConnectionError: the other side
-        is gone; OSError: the packet cannot be sent, for example because too many files are in transit
-        (ETOOMANYREFS)."""
+        is gone; OSError: for example, too many files are in transit (ETOOMANYREFS)."""
         file = [] if packet.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(packet.file.number))]
         try:
             self._socket.sendmsg([packet.data], file, socket.MSG_DONTWAIT)

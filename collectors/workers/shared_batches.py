@@ -29,7 +29,7 @@ from asyncsync.weights import slab
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 
-MAX_HELD = 32  # slots in use at once; while there are more, the user gets copies
+MAX_HELD = 32  # slots of one pool; while there are more, the user gets copies of batches
 MAX_SPARE = 2  # unused slots: usually one is being written while another is read
 
 Lease = tuple[tuple[int, ...], tuple[int, ...]]
@@ -87,8 +87,7 @@ class Arrangement:
         return Layout([((str(i),), leaf.dtype, tuple(shape)) for i, (leaf, shape) in enumerate(leaves)])
 
     def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
-        """The leaves of the whole batch in this memory, or one worker's part of each, in the layout's order. They keep
-        the memory alive."""
+        """The leaves of the whole batch, or one worker's parts, in the layout's order. They keep the memory alive."""
         with normal_tensors():
             found = [entry.tensor(memory) for entry in self.packed.entries]
         if index is None:
@@ -139,7 +138,7 @@ class Batch:
 
     Attributes:
         lease: the slot as workers need to know it.
-        is_copied: whether the user gets a copy, because the user holds too many slots already.
+        is_copied: whether the user gets a copy, because too many slots are in use.
         results: the finished rollouts; empty until all are done.
         in_place: whether all rollouts lie in the slot.
         value: the assembled batch. None: it is not assembled yet; or it is finished, and its frames went to a replay

@@ -87,8 +87,7 @@ class WorkerInfo(NamedTuple):
 
 
 class TrainerLine(Protocol):
-    """A worker's connection to its trainer. Both methods may raise Stopped: the trainer is gone, or has asked this
-    worker to end."""
+    """A worker's connection to its trainer. May raise Stopped: the trainer is gone, or has asked the worker to end."""
 
     def send(self, *message: Any) -> None: ...
 
@@ -158,9 +157,8 @@ class Worker:
         return True
 
     def interrupt(self, timeout: float) -> None:
-        """End what the worker waits for. Called in another thread when the worker is stopped. A collector that steps
-        sees the stop by itself. But a collector with workers may be waiting for them, and a collector that has not
-        connected yet for the trainer."""
+        """In another thread, when the worker is stopped: end what it waits for. A collector that steps sees the stop by
+        itself, but one with workers may be waiting for them, and one that has not connected yet for the trainer."""
         if self._has_workers or self._connecting:
             self.collector.end_waits(timeout, self._page.closes_env)
 
@@ -297,8 +295,7 @@ class Worker:
     def _call(self, name: str, *arguments: Any) -> Any:
         """Set a hook (``pre_hook``, ``post_hook``) or call a method of the collector: the method of this name, or the
         one that the arguments of ``execute`` or ``read`` name. ``read`` pickles its result while the weights are held,
-        because the result may contain weights. Raises RuntimeError: the worker is paused in a rollout, whose end this
-        call needs."""
+        because the result may contain weights. Raises RuntimeError: the worker is paused in a rollout."""
         if self._is_paused and name not in CALLS_WHILE_PAUSED:
             raise RuntimeError(f"{name} must wait for the end of a rollout, but the collector is paused in one")
         collector = self.collector
