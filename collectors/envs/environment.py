@@ -129,12 +129,9 @@ def moved(environment: Any, device: torch.device) -> Any:
 
 
 def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
-    """The keys of an environment's observations, nested ones too: those of ``observation_spec``, or without that, all
-    keys of ``root``, which ``reset`` returned, except done flags, private entries, and entries that :class:`Primed`
-    adds.
-
-    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not an observation.
-    """
+    """The keys of an environment's observations, nested ones too: those of ``observation_spec`` or, without it, those
+    of ``root``, a reset's result, except done flags, private entries, and entries that :class:`Primed` adds.
+    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not an observation."""
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):

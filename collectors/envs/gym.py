@@ -1,10 +1,9 @@
 """GymEnv: Gymnasium's environments and vector environments, for collectors.
 
 A :class:`Spec` describes the values of a space as tensors: it has the shape, dtype and device of one entry, draws
-random values, and converts values: from the environment's result into an existing tensor, and from an action's tensor
-into the environment's own form. Shapes and dtypes are those of TorchRL's GymEnv. This module imports Gymnasium only
-when it is used, and never TorchRL. Feature dimensions come last, so a spec works for one environment, for a batch, and
-for one row of a batch.
+random values, writes the environment's results into tensors, and converts actions for the environment. Shapes and
+dtypes are those of TorchRL's GymEnv. This module imports Gymnasium only when it is used, and never TorchRL. Feature
+dimensions come last, so a spec works for one environment, for a batch, and for one row of a batch.
 """
 
 from __future__ import annotations

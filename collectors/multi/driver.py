@@ -471,17 +471,17 @@ class AsyncDriver(Driver):
     async def produce(self) -> Batch:
         if self._undelivered is None:
             for worker in range(len(self._pools)):
-                self._ask_if_wanted(worker)
+                self._request_if_needed(worker)
             result = (await self.group.until(lambda: self.group.results)).popleft()
             worker = result.worker
             self._undelivered = self._complete(self._pools[worker], self.under_way.pop(worker), [result])
         worker = self._undelivered.results[0].worker
         await self._update_if_due([worker])
-        self._ask_if_wanted(worker)
+        self._request_if_needed(worker)
         made, self._undelivered = self._undelivered, None
         return made
 
-    def _ask_if_wanted(self, worker: int) -> None:
+    def _request_if_needed(self, worker: int) -> None:
         # Rollouts under way count in full, even if they are cut.
         frames = self.frames + sum([self._arguments.frames[other] for other in self.under_way])
         if worker not in self.under_way and frames < self._arguments.total_frames:
