@@ -52,12 +52,12 @@ class Wrapper:
         self.environment = environments.moved(self.environment, device)
         return self
 
-    def _ended(self, td: TensorDictBase, wish: str) -> torch.Tensor:
+    def _ended(self, td: TensorDictBase, option: str) -> torch.Tensor:
         """Whether trajectories end with a step, from the step's ``"next"``. Raises KeyError, naming the collector's
-        option ``wish`` that needs this: there is no done flag."""
+        option that needs this: there is no done flag."""
         flags = {name: td.get(name) for name in FLAGS if name in td.keys()}  # noqa: SIM118
         if not flags:
-            raise KeyError(self._no_flag(td.keys(), wish))
+            raise KeyError(self._no_flag(td.keys(), option))
         ended: torch.Tensor | None = flags.get("done")
         return functools.reduce(torch.logical_or, flags.values()) if ended is None else ended
 
@@ -68,11 +68,11 @@ class Wrapper:
             return torch.zeros((*root.batch_size, 1), dtype=torch.bool, device=root.device)
         return torch.zeros_like(flag)
 
-    def _no_flag(self, found: Iterable[Any], wish: str) -> str:
+    def _no_flag(self, found: Iterable[Any], option: str) -> str:
         return (
-            f"{wish} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
+            f"{option} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
             f"{list(FLAGS)} (it has {sorted(map(str, found))}): let step_and_maybe_reset() set one under 'next' (bool, "
-            f"[*batch_size, 1]), or leave {wish} out"
+            f"[*batch_size, 1]), or leave {option} out"
         )
 
 

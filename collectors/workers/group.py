@@ -219,7 +219,7 @@ class WorkerGroup:
         try:
             self.family.send(member.rank, message)
         except Exception as error:
-            add_note_to(error, f"What {self.family.name(member.rank)} is to do cannot be sent.")
+            add_note_to(error, f"A message to {self.family.name(member.rank)} cannot be sent.")
             self._set_failure(error)
 
     @property

@@ -122,7 +122,7 @@ class WorkerProcess:
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return
             except Exception as error:
-                add_note_to(error, f"What {self.name} has sent cannot be read here.")
+                add_note_to(error, f"A message of {self.name} cannot be read here.")
                 self._reports.failed(error)
                 return
             if message is None:
@@ -168,7 +168,7 @@ class WorkerProcess:
         try:
             is_done = self._flush()
         except OSError as error:
-            add_note_to(error, f"What {self.name} is to do cannot be sent.")
+            add_note_to(error, f"A message to {self.name} cannot be sent.")
             self._reports.failed(error)
             is_done = True
         if is_done:
