@@ -132,7 +132,7 @@ class Worker:
         self._labelled_count = 0  # the page's ``counted`` with which frames are labelled now
 
     def run(self) -> bool:
-        """Carry out messages to the end. Returns whether the trainer asked for the end."""
+        """Carry out messages to the end. Returns False if the worker has failed and has reported that."""
         try:
             try:
                 # Before the page is read: a trainer that stops now either gets this, or its stop is seen below.
