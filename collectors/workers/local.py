@@ -80,7 +80,7 @@ class WorkerProcess:
         self._is_built = False
         self._unsent: deque[Packet] = deque()
         here, there = Channel.pair()
-        # The worker's second thread reads this pipe. A message, or the pipe's end when the trainer dies, ends the worker.
+        # The worker's second thread reads this. A message, or the pipe's end if the trainer dies, ends the worker.
         listening, self._stop_pipe = context.Pipe(duplex=False)
         self.channel = Channel(here)
         try:
