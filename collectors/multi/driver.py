@@ -43,7 +43,7 @@ REQUESTS_AHEAD = 2
 
 @dataclass
 class BatchArguments:
-    """A collector's checked arguments about batches, under the names that users know, and:
+    """A collector's arguments about batches, checked.
 
     Attributes:
         frames: of each worker's rollouts.
@@ -156,8 +156,8 @@ class Driver(ABC):
             caller.error_ends_collection = True
             caller.made = made = self.leftover.popleft() if self.leftover else await self.produce()
             arguments = self._arguments
-            is_assembled = made.value is not None or len(made.results) == 1 or made.is_complete
-            takes_long = not made.is_finished and (arguments.processes or not is_assembled)
+            is_in_one_piece = made.value is not None or len(made.results) == 1 or made.is_complete
+            takes_long = not made.is_finished and (arguments.processes or not is_in_one_piece)
             # Callers take trajectories one after another, in order.
             caller.has_turn = arguments.trajectories is not None or takes_long
         finally:
