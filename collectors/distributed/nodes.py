@@ -25,7 +25,7 @@ from asyncsync.collectors.workers.worker import Message, Worker
 from asyncsync.runtime.threads import elsewhere
 
 STEP_SECONDS = 0.05
-"""How long a stopped node may finish its step before :meth:`Node.stop` interrupts its other waits."""
+"""How long a stopped node may finish its step before :meth:`Node.stop` ends its other waits."""
 
 
 class NodeFamily(Family):
@@ -146,13 +146,13 @@ class Node:
         """Make the worker end within this time."""
         self._page.stop(close_env)
         self._inbox.put(None)
-        threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
+        threading.Thread(target=self._end_waits, args=(seconds,), daemon=True).start()
 
-    def _interrupt(self, seconds: float) -> None:
-        """Interrupt what the worker waits for, unless it ends by itself."""
+    def _end_waits(self, seconds: float) -> None:
+        """End what the worker waits for, unless it ends by itself."""
         first = min(STEP_SECONDS, seconds)
         if not self.ended.wait(first):
-            self._worker.interrupt(seconds - first)
+            self._worker.end_waits(seconds - first)
 
     @property
     def collector(self) -> Any:

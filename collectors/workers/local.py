@@ -136,7 +136,7 @@ class WorkerProcess:
         self._unwatch()
         self.process.join(1.0)
         self.has_ended.set()
-        self._reports.lost(process_death(self.name, self.process.exitcode, starting=not self._is_built))
+        self._reports.lost(process_death_error(self.name, self.process.exitcode, starting=not self._is_built))
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -249,7 +249,7 @@ class LocalFamily(Family):
             process.close()
 
 
-def process_death(where: str, code: int | None, *, starting: bool) -> PeerLost:
+def process_death_error(where: str, code: int | None, *, starting: bool) -> PeerLost:
     """The error for a process that has ended without sending a failure."""
     how = f"ended with exit code {code}"
     if code is not None and code < 0:
@@ -333,13 +333,13 @@ class TrainerWatch:
                 [limit] = struct.unpack("d", stop_pipe.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._worker.interrupt(ORPHAN_SECONDS)
+            self._worker.end_waits(ORPHAN_SECONDS)
         self.is_orphaned = True
         if not self._page.stopped:  # the trainer has not; the main thread sees it before its next step
             self._page.stop()
         self._channel.shutdown()
         self.sweep()
-        self._worker.interrupt(ORPHAN_SECONDS)
+        self._worker.end_waits(ORPHAN_SECONDS)
         self.ended.wait(ORPHAN_SECONDS)
         self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():

@@ -156,7 +156,7 @@ class Worker:
                 return False
         return True
 
-    def interrupt(self, timeout: float) -> None:
+    def end_waits(self, timeout: float) -> None:
         """In another thread, when the worker is stopped: end what it waits for. A collector that steps sees the stop by
         itself, but one with workers may be waiting for them, and one that has not connected yet for the trainer."""
         if self._has_workers or self._connecting:
@@ -219,7 +219,7 @@ class Worker:
         if given.follows:
             collector.follow_versions(self._page.place, self.rank)
         self._connecting = True
-        if self._numbers[STOP]:  # interrupt() may have come before there was a wait to end
+        if self._numbers[STOP]:  # end_waits() may have come before there was a wait to end
             raise Stopped
         frames = collector.requested_frames_per_batch
         self._line.send("built", *WorkerInfo(frames, collector.batch_dims(), collector.policy_devices()))
