@@ -140,7 +140,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             if receives is not None:
                 self.register_scheme_receiver(receives)
         except BaseException:
-            self.shutdown(close_env=not environments.is_given(create_env_fn))  # the user's own environment stays open
+            self.shutdown(close_env=not environments.is_environment_object(create_env_fn))  # the user's own environment stays open
             raise
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         return self._lock.run_rollout(self._rollout_with_hook)
 
     def _rollout_with_hook(self) -> TensorDictBase | None:
-        if (hook := self.pre_collect_hook) is not None:
+        if (hook := self._pre_collect_hook) is not None:
             self._call_hook(hook)
         try:
             with nullcontext() if self._profiler is None else self._profiler.rollout():

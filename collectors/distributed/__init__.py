@@ -1,4 +1,4 @@
-"""Collectors whose workers are on other hosts: Ray's actors, or nodes that torch's RPC or gloo reaches."""
+"""Collectors whose workers may be on other hosts: Ray actors, or nodes reached by torch's RPC or by gloo."""
 
 from asyncsync.collectors.distributed.launched import serve_node
 from asyncsync.collectors.distributed.node_collector import DistributedCollector, RayCollector, RPCCollector

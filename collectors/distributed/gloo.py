@@ -1,8 +1,8 @@
-"""GlooFamily: nodes that gloo reaches: a process group of two for each, the trainer and the node, apart from torch's
-default one. A node that is lost concerns its own connection only, and is known at once.
+"""GlooFamily: nodes reached by gloo. The trainer and each node form a process group of two, apart from torch's default
+process group. So the loss of a node breaks only its own connection, and the trainer sees it at once.
 
-What travels is pickled, so it is signed, with a key that was drawn for this collector and that the launcher hands to
-each node: nothing is unpickled that comes from anybody else.
+Messages are pickles, so both sides sign them, with a key that the trainer draws for each collector and the launcher
+hands to each node. A message from anyone else is never unpickled.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import torch
 from asyncsync.collectors.distributed.launched import (
     Launch,
     LaunchedFamily,
-    Line,
     Meeting,
+    NodeLine,
     Program,
     as_tensor,
     as_tensors,
     from_tensors,
     watch,
 )
-from asyncsync.collectors.distributed.nodes import Node, until_ended
-from asyncsync.collectors.workers.worker import where
+from asyncsync.collectors.distributed.nodes import Node, answers_until_end
+from asyncsync.collectors.workers.worker import process_name
 from asyncsync.errors import ProtocolError
 from asyncsync.net.endpoint import address_towards
 from asyncsync.transports.torch_distributed import Pair
 from asyncsync.weights.copying import normal_tensors
 
 MAX_PARTS = 1 << 20
-_HEAD = struct.Struct("<Q32s")  # parts, and what signs them
+_HEAD = struct.Struct("<Q32s")  # the number of parts, and the signature
 _TRAINER, _NODE = 0, 1
 
 
 class GlooLine:
-    """One end of a pair, for signed objects in both directions. A node has such an end, too."""
+    """One end of a pair, in the trainer or in a node. Sends and receives signed objects."""
 
     def __init__(self, pair: Pair, key: bytes) -> None:
         self._pair, self._key = pair, key
@@ -55,7 +55,7 @@ class GlooLine:
             self._pair.send(part)
 
     def receive(self) -> Any:
-        """Besides, raises ProtocolError: what came was not signed with this key."""
+        """Also raises ProtocolError: a message was not signed with this key."""
         count, signature = _HEAD.unpack(self._read(_HEAD.size).numpy().tobytes())
         if count > MAX_PARTS:
             raise ProtocolError(f"a node's connection carried a message of {count} parts, not from asyncsync")
@@ -83,32 +83,32 @@ class GlooLine:
 
 
 class GlooFamily(LaunchedFamily):
-    """Nodes by gloo; arguments as of :class:`LaunchedFamily`."""
+    """Nodes reached by gloo. For the arguments see :class:`LaunchedFamily`."""
 
     def program(self) -> Program:
         return run_node
 
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
-        pair = Pair(store, f"node-{there}-{launch.number}", _TRAINER, self.meeting.host)
+    def connect(self, launch: Launch, store: Any, node_name: str) -> NodeLine:
+        pair = Pair(store, f"node-{node_name}-{launch.number}", _TRAINER, self.meeting.host)
         return GlooLine(pair, self.meeting.key)
 
 
 def run_node(meeting: Meeting, rank: int, launched: int) -> None:
-    """In a node's program."""
+    """A node's program."""
     store = meeting.store()
-    there = where()
-    store.set(f"here/{launched}", there)
-    line = GlooLine(Pair(store, f"node-{there}-{launched}", _NODE, address_towards(meeting.host)), meeting.key)
+    node_name = process_name()
+    store.set(f"here/{launched}", node_name)
+    line = GlooLine(Pair(store, f"node-{node_name}-{launched}", _NODE, address_towards(meeting.host)), meeting.key)
     node = Node(rank)
 
     def receive() -> None:
-        with contextlib.suppress(RuntimeError):  # the trainer is gone, which watch() sees, too
+        with contextlib.suppress(RuntimeError):  # the trainer is gone; watch() sees that, too
             for number in itertools.count():
                 node.put(number, line.receive())
 
     def answer() -> None:
         with contextlib.suppress(RuntimeError):
-            for answers in until_ended(node.answers):
+            for answers in answers_until_end(node.answers):
                 line.send(answers)
 
     for target in (receive, answer):

@@ -1,8 +1,8 @@
-"""Programs that a launcher starts: as a process of this host, as a job of submitit's, or in a rank that is there; and
-the nodes that run in them, which find the trainer by a TCPStore of its own.
+"""Launchers, which start nodes' programs: as processes of this host, as submitit's jobs, or in ranks that run already;
+and the family of the nodes in these programs, which find the trainer by its own TCPStore.
 
-A node's program joins, by what its family has (:meth:`LaunchedFamily.program`), and then watches the store: that it is
-over is written there, and a store that is gone means that the trainer is.
+A node's program is its family's :meth:`LaunchedFamily.program`. It connects to the trainer and then watches the store:
+the trainer writes there that the node must end, and a lost connection to the store means that the trainer is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.collectors.arguments import check_choice
-from asyncsync.collectors.distributed.nodes import Node, NodeFamily, until_ended
+from asyncsync.collectors.distributed.nodes import Node, NodeFamily, answers_until_end
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import Parcel, dumps, loads
 from asyncsync.collectors.workers.worker import Message
@@ -49,12 +49,12 @@ Program = Callable[..., None]
 
 
 class Running(NamedTuple):
-    """A node's program that runs.
+    """A node's running program.
 
     Attributes:
-        name: what runs it: "pid 4711".
-        end: waits for its end, and says how it has ended. None: it goes on by itself after its node's end.
-        kill: ends it.
+        name: the program in errors, such as "pid 4711".
+        end: waits for the program's end, and returns how it has ended. None: the program goes on after its node's end.
+        kill: ends the program.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Running(NamedTuple):
 
 
 class Launcher(ABC):
-    """Starts the nodes' programs. ``address`` is the one of this host by which they reach it."""
+    """Starts the nodes' programs. ``address``: this host's address for them."""
 
     address: str
 
     @abstractmethod
     def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
-        """Start a node's program; returns at once."""
+        """Start a node's program, and return at once."""
 
 
 class ProcessLauncher(Launcher):
-    """Processes of this host, by multiprocessing's "spawn", or "forkserver" where the program has set that."""
+    """Starts processes of this host, by multiprocessing's "forkserver" if the program has set that, else by "spawn"."""
 
     address = "127.0.0.1"
 
@@ -82,7 +82,7 @@ class ProcessLauncher(Launcher):
         self._context: Any = multiprocessing.get_context("forkserver" if is_set else "spawn")
 
     def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
-        # No daemon: environments and nested collectors have processes of their own.
+        # No daemon, because environments and nested collectors have processes of their own.
         process = self._context.Process(
             target=_in_process, args=(program, arguments), name=f"asyncsync-node-{rank}", daemon=False
         )
@@ -101,16 +101,16 @@ class ProcessLauncher(Launcher):
 
 
 def _in_process(program: Program, arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
     program(*arguments)
 
 
 class SubmititLauncher(Launcher):
-    """Jobs of submitit's: of Slurm where that is there, else processes of this host.
+    """Starts submitit's jobs: Slurm jobs if there is Slurm, else processes of this host.
 
-    ``options`` are those of ``AutoExecutor.update_parameters``, and ``folder``, where it writes logs, and ``cluster``.
-    Raises ImportError: submitit is not installed.
+    ``options``: arguments of ``AutoExecutor.update_parameters``, and ``folder`` (for logs) and ``cluster``. Raises
+    ImportError: submitit is not installed.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -138,8 +138,8 @@ class SubmititLauncher(Launcher):
 
 
 class RankLauncher(Launcher):
-    """Ranks that are there already, as torchrun starts them: this is rank 0, and each of the others calls
-    :func:`serve_node`. They are told by the store of ``MASTER_ADDR`` and ``MASTER_PORT`` what to run."""
+    """Uses ranks that run already, started by torchrun. This process is rank 0, and each other rank calls
+    :func:`serve_node`. The store at ``MASTER_ADDR`` and ``MASTER_PORT`` tells them what to run."""
 
     def __init__(self) -> None:
         self._store, rank = _store_of_ranks()
@@ -154,14 +154,14 @@ class RankLauncher(Launcher):
 
 
 def serve_node(timeout: float = 300.0) -> None:
-    """With ``launcher="torchrun"``, in every rank but 0: be a node of rank 0's collector, and return when rank 0 has
-    shut it down. Call it again for the next collector.
+    """With ``launcher="torchrun"``, in every rank except 0: be a node of rank 0's collector, and return when rank 0 has
+    shut the collector down. Call it again for the next collector.
 
     Args:
         timeout: seconds within which rank 0 must begin to make its collector.
 
     Raises:
-        RuntimeError: this is rank 0 or was not started by torchrun, or the timeout is over.
+        RuntimeError: this is rank 0, or torchrun has not started this program, or the timeout is over.
     """
     store, rank = _store_of_ranks()
     if rank == 0:
@@ -174,7 +174,7 @@ def serve_node(timeout: float = 300.0) -> None:
 
 
 def _store_of_ranks() -> tuple[Any, int]:
-    """The store of the ranks that are there, and which of them this is. Raises RuntimeError: there are none."""
+    """The store of torchrun's ranks, and this process's rank. Raises RuntimeError: torchrun has not started this."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -195,12 +195,11 @@ DEFAULT_PORT = 10003
 WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
 ORPHAN_SECONDS, END_SECONDS = 2.0, 5.0
 STORE_SECONDS = 60.0
-REASON_SECONDS = 0.5  # how long a lost connection waits for the launcher, which may know why
+REASON_SECONDS = 0.5  # how long to wait, after a connection is lost, for the launcher to say how the program ended
 
 
 class Meeting(NamedTuple):
-    """Where a node's program finds its trainer: the store's host and port, and a name and a key that were drawn for
-    this collector."""
+    """How a node's program finds its trainer: the store's host and port, and this collector's random name and key."""
 
     host: str
     port: int
@@ -208,13 +207,13 @@ class Meeting(NamedTuple):
     key: bytes
 
     def store(self) -> Any:
-        """A client of the store, for one thread. Raises NotConnected: it is not there."""
+        """A client of the store, for one thread. Raises NotConnected: no connection."""
         return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
-class Line(Protocol):
-    """The trainer's end of the connection to a node. Sending, and receiving the node's next messages, are each for one
-    thread. Both raise RuntimeError when the node is gone, or :meth:`close` was called, which may be called again."""
+class NodeLine(Protocol):
+    """The trainer's connection to a node. One thread sends, and one receives the node's next messages. Both raise
+    RuntimeError when the node is gone or :meth:`close` was called. :meth:`close` is idempotent."""
 
     def send(self, message: Message) -> None: ...
 
@@ -227,20 +226,20 @@ class Launch:
     """One start of a node's program.
 
     Attributes:
-        messages: for the node.
-        line: the connection to it, when they have met.
-        has_ended: the program has.
-        is_over: that, or its connection has ended, or nobody wants it any more.
+        messages: for the node. None ends the thread that sends them.
+        line: the connection to the node, once it exists.
+        has_ended: set when the program has ended.
+        is_over: set when the program or its connection has ended, or the trainer has ended the launch.
     """
 
     def __init__(self, rank: int, number: int, reports: Reports, running: Running) -> None:
         self.rank, self.number, self.reports, self.running = rank, number, reports, running
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.line: Line | None = None
+        self.line: NodeLine | None = None
         self.has_ended, self.is_over = threading.Event(), threading.Event()
 
     def end(self, timeout: float) -> None:
-        """Wait for the program's end, end it after the timeout (seconds), and hang up."""
+        """Wait for the program's end, kill it after the timeout (seconds), and end the connection."""
         try:
             if self.running.end is not None and not self.has_ended.wait(timeout):
                 self.running.kill()
@@ -256,8 +255,8 @@ class Launch:
 
 
 class LaunchedFamily(NodeFamily):
-    """Nodes that a launcher of this name starts, with a store at ``tcp_port`` (None: 10003, or any if that is taken).
-    Raises TypeError, ValueError: there is no such launcher."""
+    """Nodes that the launcher of this name starts, with a store at ``tcp_port`` (None: 10003, or any free port if that
+    is taken). Raises TypeError, ValueError: arguments that fit no launcher."""
 
     meeting: Meeting
     _launcher: Launcher
@@ -275,17 +274,17 @@ class LaunchedFamily(NodeFamily):
         self._port = None if tcp_port is None else int(tcp_port)
         self._own_store: OwnStore | None = None
         self.store: Any = None
-        self.launches: dict[int, Launch] = {}  # the last one of each node
-        self._numbers = itertools.count(1)  # of launches
+        self.launches: dict[int, Launch] = {}  # the latest one of each node
+        self._launch_numbers = itertools.count(1)
 
     @abstractmethod
     def program(self) -> Program:
-        """What runs in a node: a function of a module, of a meeting, the node's rank, and the number of its launch."""
+        """A module's function that a node runs, with the arguments meeting, rank, and number of the launch."""
 
     @abstractmethod
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
-        """Connect to a node's program, which has written that it runs ``there``. In a thread: it may wait. Raises
-        RuntimeError: it is gone."""
+    def connect(self, launch: Launch, store: Any, node_name: str) -> NodeLine:
+        """Connect to a node's program, which has written its name to the store. Runs in a thread and may wait. Raises
+        RuntimeError: the node is gone."""
 
     def prepare(self) -> None:
         self._launcher = self._make_launcher()
@@ -294,16 +293,16 @@ class LaunchedFamily(NodeFamily):
         except NotConnected:
             if self._port is not None:
                 raise
-            self._own_store = store = OwnStore(self._launcher.address)  # another collector has the default one
+            self._own_store = store = OwnStore(self._launcher.address)  # the default port is taken
         store.open()
         self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
 
     def start(self, rank: int, reports: Reports) -> None:
         if rank in self.launches:
-            self.launches[rank].end(0.0)  # what is left of one that was lost
-        self.where.pop(rank, None)
-        number = next(self._numbers)
+            self.launches[rank].end(0.0)  # the rest of a lost launch
+        self.node_names.pop(rank, None)
+        number = next(self._launch_numbers)
         running = self._launcher.start(rank, self.program(), (self.meeting, rank, number))
         self.launches[rank] = launch = Launch(rank, number, reports, running)
         for target in (self._watch, self._serve):
@@ -316,11 +315,11 @@ class LaunchedFamily(NodeFamily):
         if launch.running.end is not None:
             how = launch.running.end()
             launch.has_ended.set()
-            launch.running = Running(launch.running.name)  # lets go of the process, and of its descriptors
+            launch.running = Running(launch.running.name)  # frees the process and its descriptors
             self._lose(launch, how)
 
     def _serve(self, launch: Launch) -> None:
-        """In a thread for each launch: meet the node, and take its answers."""
+        """In a thread for each launch: connect to the node, and take its answers."""
         try:
             line = self._meet(launch)
         except RuntimeError as error:  # NotConnected is one
@@ -329,18 +328,18 @@ class LaunchedFamily(NodeFamily):
         if line is None:
             return
         launch.line = line
-        if launch.is_over.is_set():  # whoever has hung up may not have seen the line
+        if launch.is_over.is_set():  # hang_up() in another thread may not have seen the line
             launch.hang_up()
 
         def send_all() -> None:
-            with contextlib.suppress(RuntimeError):  # who receives knows, too
+            with contextlib.suppress(RuntimeError):  # the connection is lost; the receiving thread reports that
                 while (message := launch.messages.get()) is not None:
                     line.send(message)
 
         threading.Thread(target=send_all, name=f"asyncsync-node-{launch.rank}-send", daemon=True).start()
         try:
-            for answers in until_ended(line.receive):
-                self.take(launch.rank, launch.reports, answers)
+            for answers in answers_until_end(line.receive):
+                self.report(launch.rank, launch.reports, answers)
         except Exception:
             logger.debug("lost the connection to %s", self.name(launch.rank), exc_info=True)
             if not launch.is_over.wait(REASON_SECONDS):
@@ -348,8 +347,8 @@ class LaunchedFamily(NodeFamily):
         finally:
             launch.messages.put(None)
 
-    def _meet(self, launch: Launch) -> Line | None:
-        """None: the program has ended, or nobody waits for it."""
+    def _meet(self, launch: Launch) -> NodeLine | None:
+        """The connection to the node. None: the launch is over."""
         store, key = self.meeting.store(), f"here/{launch.number}"
         while not store.check([key]):
             if launch.is_over.wait(LOOK_SECONDS):
@@ -357,17 +356,17 @@ class LaunchedFamily(NodeFamily):
         return self.connect(launch, store, store.get(key).decode())
 
     def _lose(self, launch: Launch, how: str) -> None:
-        """A node's program has ended, or its connection has. From any thread."""
+        """Report that a node's program or connection has ended. From any thread."""
         launch.is_over.set()
         self.call_soon(launch.reports.lost, ConnectionError(how))
 
     def name(self, rank: int) -> str:
-        return f"node {rank} ({self.where.get(rank) or self.launches[rank].running.name})"
+        return f"node {rank} ({self.node_names.get(rank) or self.launches[rank].running.name})"
 
     def close(self, deadline: float) -> None:
         store, self.store = self.store, None
         if store is not None:
-            store.set("over", "1")  # for all: they end at the same time
+            store.set("over", "1")  # for all nodes, so that they end at the same time
         for launch in self.launches.values():
             try:
                 launch.end(max(0.5, deadline - time.monotonic()))
@@ -381,19 +380,19 @@ class LaunchedFamily(NodeFamily):
 
 
 def as_tensors(value: Any) -> list[torch.Tensor]:
-    """For :func:`from_tensors`, at the other end. Raises whatever pickling the value raises."""
+    """A value for :func:`from_tensors` at the other end. Raises the errors of pickling."""
     parcel = Parcel.of(value)
     return [as_tensor(parcel.pickled), *(as_tensor(buffer.raw()) for buffer in parcel.buffers)]
 
 
 def from_tensors(parts: list[torch.Tensor]) -> Any:
-    """The value; its memory is that of the tensors."""
+    """The value. Its tensors lie in the memory of these."""
     pickled, *memory = (part.numpy() for part in parts)
     return loads(Parcel(pickled, memory))
 
 
 def as_tensor(data: Any) -> torch.Tensor:
-    """Bytes, copied where they cannot be written."""
+    """A tensor of these bytes. Copies them if their memory is read-only."""
     memory = memoryview(data)
     with normal_tensors():
         return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
@@ -403,14 +402,14 @@ def as_tensor(data: Any) -> torch.Tensor:
 
 
 def watch(node: Node, store: Any) -> None:
-    """In a node's program: return when the trainer has written that it is over, and the node has ended. If the trainer
-    is gone, end the node, and this process."""
+    """In a node's program: wait until the trainer has written that nodes must end, then until the node has ended. If
+    the trainer is gone, end the node and this process."""
     try:
         while not store.check(["over"]):
-            # A wait in the store would print a warning whenever its time is over.
+            # Polling, because store.wait() prints a warning at each timeout.
             time.sleep(LOOK_SECONDS if node.ended.is_set() else WATCH_SECONDS)
     except RuntimeError:
-        if node.ended.is_set():  # as the trainer wanted, which did not wait for this program's end
+        if node.ended.is_set():  # the trainer has ended it, and did not wait for this program
             return
         node.stop(ORPHAN_SECONDS)
         node.ended.wait(ORPHAN_SECONDS)

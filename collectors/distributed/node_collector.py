@@ -1,9 +1,9 @@
-"""Collectors whose workers are nodes, on other hosts or on this one: reached by Ray, by torch's RPC, or by gloo.
+"""Collectors whose workers are nodes, on any host, reached by Ray, by torch's RPC, or by gloo.
 
-Each is a collector with workers like any other. Its group is a
-:class:`~asyncsync.collectors.workers.group.WorkerGroup`, and it has either schedule: ``sync=True`` is that of
-``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
-runs may have workers of its own, in processes of the node's host.
+Each is a collector with workers like any other, with a :class:`~asyncsync.collectors.workers.group.WorkerGroup`.
+``sync=True`` gives the schedule of ``MultiSyncCollector``, where a batch stacks the rollouts of all nodes.
+``sync=False`` gives that of ``MultiAsyncCollector``. A node's collector may have workers of its own, in processes of
+the node's host.
 
 Names and defaults follow TorchRL's ``RayCollector``, "RPCCollector" page and ``DistributedCollector``.
 """
@@ -53,10 +53,10 @@ from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPC
 
 KINDS: dict[str, type[BaseCollector]] = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
-COUNTED_HERE = (
+SET_BY_OUTER = (
     "frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "worker_idx", "weight_recv_schemes",
 )  # fmt: skip
-"""Arguments of a node's collector that the collector around it sets."""
+"""Arguments of a node's collector that the outer collector sets."""
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ ConnectTimeout = Annotated[
 
 @described
 class NodeOptions(RolloutOptions, total=False):
-    """Of every collector with nodes.
+    """Options of every collector with nodes.
 
     Args:
         frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
@@ -124,7 +124,7 @@ class NodeOptions(RolloutOptions, total=False):
 
 @described
 class LaunchedOptions(NodeOptions, total=False):
-    """Of ``RPCCollector`` and ``DistributedCollector``.
+    """Options of ``RPCCollector`` and ``DistributedCollector``.
 
     Args:
         slurm_kwargs: parameters of submitit's executor for the jobs, and ``folder`` for their logs.
@@ -145,7 +145,7 @@ class LaunchedOptions(NodeOptions, total=False):
 
 @described
 class PipeOptions(TypedDict, total=False):
-    """Of ``RPCCollector``.
+    """Options of ``RPCCollector``.
 
     Args:
         visible_devices: a list with one device per node, by which CUDA tensors of its batches reach this process.
@@ -162,7 +162,7 @@ class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
 
 @described
 class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
-    """Of ``DistributedCollector``.
+    """Options of ``DistributedCollector``.
 
     Args:
         replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
@@ -174,7 +174,7 @@ class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
 
 @described
 class RayOptions(NodeOptions, ActingOptions, total=False):
-    """Of ``RayCollector``.
+    """Options of ``RayCollector``.
 
     Args:
         ray_init_config: arguments for ``ray.init``, if the program has not called it. Then the last collector or
@@ -201,10 +201,9 @@ class RayOptions(NodeOptions, ActingOptions, total=False):
 
 
 class NodeCollector(GroupCollector):
-    """A collector whose workers are ``nodes``. A subclass takes the options of its family, and hands the others over
-    as ``given``."""
+    """A collector whose workers are ``nodes``. A subclass takes its family's options; ``given`` has the others."""
 
-    called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
+    called_schemes: tuple[type, ...] = ()  # classes of schemes that call the nodes
 
     update_after_each_batch = _delegated("_arguments.update_at_each_batch")
 
@@ -241,7 +240,7 @@ class NodeCollector(GroupCollector):
         for own in self._kwargs:
             if not isinstance(own, Mapping):
                 raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {own!r}")
-            if set_here := sorted(own.keys() & {*COUNTED_HERE}):
+            if set_here := sorted(own.keys() & {*SET_BY_OUTER}):
                 raise ValueError(f"collector_kwargs has {set_here}: pass these to {type(self).__name__} itself")
         given["update_at_each_batch"] = given.pop("update_after_each_batch")
         super().__init__(factories, policy, collector_class=kind, **given)
@@ -249,7 +248,7 @@ class NodeCollector(GroupCollector):
     def _make_group(self, start_method: str) -> WorkerGroup:
         return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
 
-    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])
 
 
@@ -284,9 +283,9 @@ class RPCCollector(NodeCollector):
         count = len(create_env_fn) if is_list(create_env_fn) else 1
         family = RPCFamily(
             dict(given.pop("tensorpipe_options") or {}),
-            _visible(given.pop("visible_devices"), count),
+            _checked_devices(given.pop("visible_devices"), count),
             given["connect_timeout"],
-            **_launching(given),
+            **_launcher_options(given),
         )
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
@@ -297,7 +296,7 @@ class RPCCollector(NodeCollector):
     def _connect_senders(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         super()._connect_senders(timeout)
-        schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
+        schemes = self._sender_schemes.items()  # connecting RPC schemes send nothing, so this sends the first weights
         if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.has_default()}:
             run_without_waiting(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 
@@ -335,7 +334,7 @@ class DistributedCollector(NodeCollector):
             policy: see ``MultiCollector``.
         """
         given: dict[str, Any] = {**options}
-        family = GlooFamily(**_launching(given), restarts=given.pop("restarts"))
+        family = GlooFamily(**_launcher_options(given), restarts=given.pop("restarts"))
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
 
@@ -388,12 +387,12 @@ class RayCollector(NodeCollector):
         return list(self._nodes.actors)
 
 
-def _launching(given: dict[str, Any]) -> dict[str, Any]:
+def _launcher_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name) for name in ("launcher", "slurm_kwargs", "tcp_port")}
 
 
-def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
-    """Raises TypeError, ValueError: not a device for each node."""
+def _checked_devices(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
+    """The devices, one for each node. Raises TypeError, ValueError: the argument is something else."""
     if given is None:
         return None
     if not is_list(given):

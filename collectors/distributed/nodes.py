@@ -1,10 +1,10 @@
-"""Nodes: workers on other hosts, or on this one, in programs of their own.
+"""Nodes: workers in programs of their own, on any host.
 
-A family's program makes a :class:`Node`, which runs a :class:`~asyncsync.collectors.workers.worker.Worker` in a thread
-of its own. Other threads of the program hand it the trainer's messages, and take its answers away.
+A family's program makes a :class:`Node`, which runs a :class:`~asyncsync.collectors.workers.worker.Worker` in a thread.
+Other threads of the program hand it the trainer's messages, and take its answers to the trainer.
 
-A node puts messages into the order of their numbers. ``("page", wishes)`` takes effect at once, in the middle of a
-rollout too, and is answered by ``("told",)``. So does ``("stop", close_env, seconds)``. The last answer of all is
+A node puts messages into the order of their numbers. ``("page", values)`` and ``("stop", close_env, seconds)`` take
+effect at once, even in the middle of a rollout. The node answers the former by ``("told",)``. Its last answer is
 ``("ended",)``.
 """
 
@@ -25,14 +25,14 @@ from asyncsync.collectors.workers.worker import Message, Worker
 from asyncsync.runtime.threads import run_in_thread
 
 STEP_SECONDS = 0.05
-"""How long a node that is to end steps on before what else it may wait for is ended."""
+"""How long a stopped node may finish its step before :meth:`Node.stop` ends its other waits."""
 
 
 class NodeFamily(Family):
-    """A family of nodes. Raises TypeError, ValueError: ``restarts`` is no such number.
+    """A family of nodes. Raises TypeError, ValueError: ``restarts`` is not a number of restarts.
 
     Attributes:
-        where: where each node runs, when it has begun.
+        node_names: the process name of each node that has begun.
         call_soon: calls a function on the loop thread, from any thread.
     """
 
@@ -40,7 +40,7 @@ class NodeFamily(Family):
 
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = whole_number("restarts", restarts, 0)
-        self.where: dict[int, str] = {}
+        self.node_names: dict[int, str] = {}
 
     def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes:
         self.call_soon = group.call_soon
@@ -48,11 +48,11 @@ class NodeFamily(Family):
         self.prepare()
         return common
 
-    def take(self, rank: int, reports: Reports, messages: Iterable[Message]) -> None:
+    def report(self, rank: int, reports: Reports, messages: Iterable[Message]) -> None:
         """Report a node's messages, from any thread."""
         for message in messages:
             if message[0] == "begun":
-                self.where[rank] = message[1]
+                self.node_names[rank] = message[1]
             self.call_soon(reports.received, message)
 
     async def end(self, deadline: float) -> None:
@@ -60,15 +60,15 @@ class NodeFamily(Family):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare what nodes need, in the thread that constructs the collector; it may wait."""
+        """Prepare what nodes need. Runs in the thread that constructs the collector, and may wait."""
 
     @abstractmethod
     def close(self, deadline: float) -> None:
-        """:meth:`end`, in a thread; it may wait."""
+        """:meth:`end`, in a thread, so that it may wait."""
 
 
-def until_ended(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
-    """What a node answers, up to the last answer of all."""
+def answers_until_end(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
+    """A node's answers, including the last one."""
     while True:
         found = answers()
         yield found
@@ -77,17 +77,17 @@ def until_ended(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]
 
 
 class Node:
-    """Runs the worker of this rank, and is its line. ``ended`` is set when it has ended, and its environment is
-    closed."""
+    """Runs the worker of this rank, and is the worker's :class:`TrainerLine`. ``ended`` is set when the worker has
+    ended and its environment is closed."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ended = threading.Event()
-        self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
-        self._lock = threading.Lock()  # over the two that follow
-        self._early: dict[int, Message] = {}  # those before them have not come yet
-        self._next = 0  # the number of the message that comes next
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the page says that it ends
+        self._page = ControlPage()  # for the worker and its own workers
+        self._lock = threading.Lock()  # over _out_of_order and _next_number
+        self._out_of_order: dict[int, Message] = {}  # messages that wait for those with lower numbers
+        self._next_number = 0
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None wakes the worker to see its stop
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._worker = Worker(rank, self, self._page)
         threading.Thread(target=self._run, name="asyncsync-node", daemon=True).start()
@@ -116,23 +116,22 @@ class Node:
     def put(self, number: int, message: Message) -> None:
         """Hand the worker a message of the trainer, after those with lower numbers."""
         with self._lock:
-            self._early[number] = message
-            while (come := self._early.pop(self._next, None)) is not None:
-                self._next += 1
-                match come:
-                    case "page", wishes:
-                        self._page.heed(self.rank, wishes)
+            self._out_of_order[number] = message
+            while (following := self._out_of_order.pop(self._next_number, None)) is not None:
+                self._next_number += 1
+                match following:
+                    case "page", values:
+                        self._page.write_values(self.rank, values)
                         self._outbox.put(("told",))
                     case "stop", close_env, seconds:
                         self.stop(seconds, close_env)
                     case _:
-                        self._inbox.put(come)
+                        self._inbox.put(following)
             if self._page.stopped:
                 self._inbox.put(None)
 
     def answers(self) -> list[Message]:
-        """The worker's next messages, the first one with a batch as the last: waits until there is one. In one thread
-        at a time."""
+        """The worker's next messages, up to the first one with a batch. Waits for one. In one thread at a time."""
         found: list[Message] = []
         while not (found and self._outbox.empty()):
             found.append(message := self._outbox.get())
@@ -144,26 +143,26 @@ class Node:
         return found
 
     def stop(self, seconds: float, close_env: bool = True) -> None:
-        """Have the worker end within this time."""
+        """Make the worker end within this time."""
         self._page.stop(close_env)
         self._inbox.put(None)
-        threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
+        threading.Thread(target=self._end_waits, args=(seconds,), daemon=True).start()
 
-    def _interrupt(self, seconds: float) -> None:
+    def _end_waits(self, seconds: float) -> None:
         """End what the worker waits for, unless it ends by itself."""
         first = min(STEP_SECONDS, seconds)
         if not self.ended.wait(first):
-            self._worker.interrupt(seconds - first)
+            self._worker.end_waits(seconds - first)
 
     @property
     def collector(self) -> Any:
-        """The collector. Raises RuntimeError: it has not been built."""
+        """The worker's collector. Raises RuntimeError: it has not been built."""
         if self._worker.collector is None:
             raise RuntimeError("this node has no collector yet")
         return self._worker.collector
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the collector, or of what a path leads to from there."""
+        """Call a method of the collector, or of an object at a path from it."""
         return self.collector.cascade_execute(attr_path, *args, **kwargs)
 
     def _receive_weights_scheme(self) -> None:

@@ -1,10 +1,10 @@
-"""RayFamily: nodes as Ray's actors; replay buffers as such; and this process's connection to Ray.
+"""RayFamily: nodes as Ray actors. Also replay buffers in Ray actors, and this process's connection to Ray.
 
-The trainer calls an actor with messages, and asks it for answers, one call at a time. A batch is an object of Ray's
-own: it stays in the store of the host where it was made until whoever wants the batch fetches it.
+The trainer calls an actor with messages, and asks it for answers, one call at a time. A batch is a Ray object. It stays
+in the object store of the host that made it until the caller who wants the batch fetches it.
 
-Collectors and evaluators share the connection: whoever needs it first begins it, unless the program has, and the last
-one ends it.
+Collectors and evaluators share the connection: the first one makes it, unless the program has, and the last one ends
+it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
 from asyncsync.transports.ray_private import import_ray, kill
 
-GROUPS = {"messages": 2, "answers": 1}
-"""Threads of an actor, beside the one in which schemes call it. None of the first group ever waits."""
+CONCURRENCY_GROUPS = {"messages": 2, "answers": 1}
+"""Threads of an actor, besides the one in which schemes call it. Those of "messages" never wait."""
 
 FETCH_SECONDS = 60.0
 
 
 class NodeActor(Node):
-    """What runs in the actor: a node, on which TorchRL's and this library's schemes call methods, too."""
+    """The actor's object: a node. TorchRL's and this library's schemes also call its methods."""
 
     def parcels(self) -> tuple[list[Message], Any]:
-        """Answers, and apart from the last of them its batch."""
+        """Answers, and the last one's batch by itself, which makes it a Ray object of its own."""
         messages, batch = self.answers(), None
         if messages[-1][0] == "result":
             *head, batch = messages[-1]
@@ -48,9 +48,9 @@ class RayFamily(NodeFamily):
     """Nodes as actors.
 
     Args:
-        configs: what ``ray.remote`` is given for each actor.
-        init_config: for ``ray.init``, if nobody has called that; None: no arguments.
-        restarts: how often an actor that has died is made anew.
+        configs: arguments of ``ray.remote`` for each actor.
+        init_config: arguments of ``ray.init``, if the program has not called that. None: no arguments.
+        restarts: how often a dead actor is made anew.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RayFamily(NodeFamily):
     ) -> None:
         super().__init__(restarts)
         self.actors: list[Any] = [None] * len(configs)
-        self._sent: Counter[int] = Counter()  # messages to each actor
+        self._sent: Counter[int] = Counter()  # number of messages sent to each actor
         self._configs = configs
         self._init_config = init_config
         self._ray: Any = None
@@ -68,9 +68,9 @@ class RayFamily(NodeFamily):
         connection.hold(self, self._ray, self._init_config or {})
 
     def start(self, rank: int, reports: Reports) -> None:
-        self._kill(rank)  # what is left of one that was lost
-        self.where.pop(rank, None)
-        config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": GROUPS}
+        self._kill(rank)  # the rest of a lost actor
+        self.node_names.pop(rank, None)
+        config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": CONCURRENCY_GROUPS}
         self.actors[rank], self._sent[rank] = self._ray.remote(**config)(NodeActor).remote(rank), 0
         self._listen(rank, self.actors[rank], reports)
 
@@ -82,7 +82,7 @@ class RayFamily(NodeFamily):
         try:
             answers, batch = actor.parcels.options(concurrency_group="answers", num_returns=2).remote()
             answers.future().add_done_callback(partial(self._answered, rank, actor, reports, batch))
-        except Exception as error:  # Ray is not there any more
+        except Exception as error:  # Ray has been shut down
             self.call_soon(reports.lost, error)
 
     def _answered(self, rank: int, actor: Any, reports: Reports, batch: Any, answers: Future[Any]) -> None:
@@ -90,9 +90,9 @@ class RayFamily(NodeFamily):
             self.call_soon(reports.lost, error)
             return
         messages = answers.result()
-        if messages[-1][0] == "result":  # with a reference to its batch
+        if messages[-1][0] == "result":  # the batch is given by its reference
             messages[-1] = (*messages[-1][:-1], batch if messages[-1][-1] else None)
-        self.take(rank, reports, messages)
+        self.report(rank, reports, messages)
         if messages[-1] != ("ended",):
             self._listen(rank, actor, reports)
 
@@ -104,13 +104,13 @@ class RayFamily(NodeFamily):
             parcel = self._ray.get(payload, timeout=FETCH_SECONDS)
         except self._ray.exceptions.RayError as error:
             raise PeerLost(f"a batch of {self.name(rank)} was lost: {error}") from error
-        # What Ray returns lies in its store, and is read-only.
+        # Copied, because Ray's buffers lie in its object store and are read-only.
         batch: TensorDictBase = loads(Parcel(parcel.pickled, [bytearray(buffer) for buffer in parcel.buffers]))
         return batch
 
     def name(self, rank: int) -> str:
-        there = self.where.get(rank)
-        return f"node {rank} (a Ray actor{'' if there is None else f', {there}'})"
+        name = self.node_names.get(rank)
+        return f"node {rank} (a Ray actor{'' if name is None else f', {name}'})"
 
     def close(self, deadline: float) -> None:
         for rank in range(len(self.actors)):
@@ -130,7 +130,7 @@ class ActorBuffer:
     ``extend`` and ``add`` return when the actor has stored the frames.
     """
 
-    shared = True  # what check_shared() looks at
+    shared = True  # read by check_shared()
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -154,24 +154,24 @@ class ActorBuffer:
 
 
 class RayConnection:
-    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if one of them has
-    begun it, and the program has not begun another one since."""
+    """This process's connection to Ray. When the last holder releases it, it ends, if :meth:`hold` has made it and the
+    program has not made another one since."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[object] = set()
-        self._begun: tuple[Any, threading.Event] | None = None  # here: of what session, and what is set at its end
+        self._begun: tuple[Any, threading.Event] | None = None  # the session made here, and the event set at its end
 
     def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
         with self._lock:
             if not ray.is_initialized():
-                self._end(ray)  # the program has called ray.shutdown()
+                self._end(ray)  # if hold() made a connection, the program has ended it by ray.shutdown()
                 over = threading.Event()
                 init = partial(ray.init, **config)
                 if threading.current_thread() is threading.main_thread():
                     init()
                 else:
-                    _init_in_a_thread_that_stays(init, over)
+                    _init_in_lasting_thread(init, over)
                 self._begun = _session(ray), over
             self._holders.add(holder)
 
@@ -192,17 +192,17 @@ class RayConnection:
 
 
 def _session(ray: Any) -> Any:
-    """What tells this process's connection from any other one."""
+    """An identifier of this process's present connection."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
 
 
 connection = RayConnection()
-"""The one of this process."""
 
 
-def _init_in_a_thread_that_stays(init: Callable[[], Any], over: threading.Event) -> None:
-    """Linux kills the processes that Ray starts when the thread that has started them ends."""
+def _init_in_lasting_thread(init: Callable[[], Any], over: threading.Event) -> None:
+    """Call ``init`` in a thread that lives until ``over``, because Linux kills the processes that Ray starts when the
+    thread that has started them ends."""
     begun: Future[Any] = Future()
 
     def run() -> None:

@@ -1,5 +1,5 @@
-"""RPCFamily: nodes that torch's RPC reaches. The trainer calls each node with messages, and asks it for answers, one
-call at a time. The tensors of a batch go beside the pickle, without a copy.
+"""RPCFamily: nodes reached by torch's RPC. The trainer calls each node with messages, and asks it for answers, one call
+at a time. A batch's tensors are sent beside the pickle, without a copy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed import rpc
 from asyncsync.collectors.distributed.launched import (
     Launch,
     LaunchedFamily,
-    Line,
     Meeting,
+    NodeLine,
     Program,
     as_tensors,
     from_tensors,
@@ -28,34 +28,33 @@ from asyncsync.collectors.distributed.launched import (
 from asyncsync.collectors.distributed.nodes import Node
 from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent, leave
 from asyncsync.collectors.workers.messages import dumps, loads
-from asyncsync.collectors.workers.worker import Message, where
+from asyncsync.collectors.workers.worker import Message, process_name
 
-LEAVE_SECONDS = 1.0  # for all agents to have left; a killed one never does
-FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
+LEAVE_SECONDS = 1.0  # for all agents to leave; a killed one never does
+NO_TIMEOUT = 0.0  # for RPCs, because a rollout may be long; RPC reports a lost connection by itself
 
 
 class RPCLine:
-    """Calls the node of the process with this agent."""
+    """Calls the node in the process with this RPC agent."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
-        self._numbers = itertools.count()  # one call may overtake another
+        self._numbers = itertools.count()  # of messages, because one call may overtake another
 
     def send(self, message: Message) -> None:
-        rpc.rpc_async(self._agent, _put, args=(next(self._numbers), dumps(message)), timeout=FOREVER)
+        rpc.rpc_async(self._agent, _put, args=(next(self._numbers), dumps(message)), timeout=NO_TIMEOUT)
 
     def receive(self) -> list[Message]:
-        answers: list[Message] = from_tensors(rpc.rpc_sync(self._agent, _answers, timeout=FOREVER))
+        answers: list[Message] = from_tensors(rpc.rpc_sync(self._agent, _answers, timeout=NO_TIMEOUT))
         return answers
 
     def close(self) -> None:
-        """All end with this process's agent."""
+        """Nothing to do: all lines end with this process's agent."""
 
 
 class RPCFamily(LaunchedFamily):
-    """Nodes by RPC. ``options`` are arguments of ``TensorPipeRpcBackendOptions``; ``devices`` has one for each node, by
-    which CUDA tensors reach this process; nodes wait for each other ``connect_timeout`` seconds; others as of
-    :class:`LaunchedFamily`."""
+    """Nodes reached by RPC. ``options``: arguments of ``TensorPipeRpcBackendOptions``; ``devices``: for each node, the
+    device by which CUDA tensors reach this process; ``connect_timeout``: seconds that nodes wait for each other."""
 
     def __init__(
         self,
@@ -87,12 +86,12 @@ class RPCFamily(LaunchedFamily):
     @property
     def references(self) -> dict[int, Any]:
         """RRefs to the nodes, by their ranks."""
-        return {rank: rpc.remote(_name(self.meeting, rank), this_node) for rank in self.where}
+        return {rank: rpc.remote(_name(self.meeting, rank), this_node) for rank in self.node_names}
 
     def program(self) -> Program:
         return partial(run_node, options=self._options, connect_timeout=self._connect_timeout)
 
-    def connect(self, launch: Launch, store: Any, there: str) -> Line:
+    def connect(self, launch: Launch, store: Any, node_name: str) -> NodeLine:
         return RPCLine(_name(self.meeting, launch.rank))
 
     def remote(self, rank: int) -> Any:
@@ -101,12 +100,12 @@ class RPCFamily(LaunchedFamily):
     def close(self, deadline: float) -> None:
         has_begun, self._has_begun = self._has_begun, False
         if has_begun:
-            # An agent logs a warning of each connection that ends before it has left. So all leave before one ends.
+            # An agent logs a warning for each connection that ends before the agent has left. So all leave, then end.
             leaving = Thread(target=leave, daemon=True)
             leaving.start()
             self.store.set("over", "1")
-            _wait(self.store, [f"left/{rank}" for rank in self.where])
-            leaving.join(LEAVE_SECONDS)  # waits without end for what a node was asked and has not answered
+            _wait(self.store, [f"left/{rank}" for rank in self.node_names])
+            leaving.join(LEAVE_SECONDS)  # with a limit, because leave() waits for answers that may never come
             self.store.set("all have left", "1")
         super().close(deadline)
         if has_begun:
@@ -114,18 +113,19 @@ class RPCFamily(LaunchedFamily):
 
 
 def _name(meeting: Meeting, rank: int | None = None) -> str:
-    """An agent's name; None: the trainer's."""
-    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # a dash would end it, for torch
+    """The name of a node's agent. None: the trainer's."""
+    return f"{meeting.token}_{'trainer' if rank is None else rank}"  # no dash, because for torch it would end the name
 
 
 def _wait(store: Any, keys: list[str]) -> None:
-    """Until these keys are there, the time is over, or the store is gone."""
+    """Wait until the store has these keys, the time is over, or the store is gone."""
     with contextlib.suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=LEAVE_SECONDS))
 
 
 class _Reference:
-    """To what is served in a node, as an RRef. Those of torch's are bound to the first RPC agent of a process."""
+    """A reference to a node, with the methods of an RRef that schemes use. torch's RRefs are bound to the first RPC
+    agent of a process."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
@@ -140,7 +140,7 @@ class _Reference:
 # -- in a node's program -----------------------------------------------------------------------------------------------
 
 
-_node: Node  # once it runs
+_node: Node  # set by run_node()
 
 
 def this_node() -> Node:
@@ -148,14 +148,14 @@ def this_node() -> Node:
 
 
 def run_node(meeting: Meeting, rank: int, launched: int, *, options: Mapping[str, Any], connect_timeout: float) -> None:
-    """A node's program; others may join so many seconds later."""
+    """A node's program. Other nodes may join up to ``connect_timeout`` seconds later."""
     global _node
     store = meeting.store()
-    if rank:  # an agent waits for all of lower ranks, and keeps others from joining meanwhile
+    if rank:  # in the order of ranks: a new agent waits for all lower ranks, and keeps others from joining meanwhile
         store.wait([f"here/{launched - 1}"], timedelta(seconds=connect_timeout))
     _node = Node(rank)
     begin_rpc(store, _name(meeting, rank), rank + 1, rpc.TensorPipeRpcBackendOptions(**options))
-    store.set(f"here/{launched}", where())
+    store.set(f"here/{launched}", process_name())
     watch(_node, store)
     leave()
     store.set(f"left/{rank}", "1")
@@ -168,5 +168,5 @@ def _put(number: int, message: bytes) -> None:
 
 
 def _answers() -> list[torch.Tensor]:
-    """Waits in a thread of the agent's, one at a time."""
+    """The node's next answers. Waits for them in one of the agent's threads. The trainer makes one call at a time."""
     return as_tensors(_node.answers())

@@ -1,8 +1,8 @@
-"""The private names of torch.distributed.rpc that are used here.
+"""Private names of torch.distributed.rpc that this package uses.
 
-``rpc.init_rpc`` is public. It counts its calls in each process, and those with the same number find each other: a
-trainer that makes its second collector would wait for nodes that call it for the first time. Besides, it takes no
-store, whose address is known to all nodes here. So this does what it does, with a store that is given.
+The public ``rpc.init_rpc`` counts its calls in each process, and connects processes by the same number of calls. So a
+trainer that makes its second collector would wait in vain for new nodes, which call it for the first time. It also
+takes no store. So this module does what ``init_rpc`` does, with a store that the caller gives.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ _autograd: Any = autograd
 
 
 def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
-    """Start this process's RPC agent, in a group that others join when they come. Blocks until those that are there
-    know it. Raises RuntimeError: it has one already, or others do not answer."""
+    """Start this process's RPC agent, in a group that other agents may join later. Blocks until the present agents know
+    this one. Raises RuntimeError: this process has an agent already, or others do not answer."""
     _autograd._init(rank)
     _rpc._set_profiler_node_id(rank)
     _rpc._init_rpc_backend(_rpc.BackendType.TENSORPIPE, store, name, rank, None, options)
 
 
 def leave() -> None:
-    """Have this process's RPC agent expect that others end their connections: it logs no warning of that. Blocks until
-    its own calls have been answered."""
+    """Make this process's RPC agent expect that others end their connections, so that it logs no warnings. Blocks until
+    its own calls are answered."""
     _rpc._get_current_rpc_agent().join(True)
 
 
 def has_agent() -> bool:
-    """Whether this process has an RPC agent."""
     return bool(_rpc._is_current_rpc_agent_set())

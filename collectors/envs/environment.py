@@ -1,4 +1,5 @@
-"""Environments: any object with ``reset`` and ``step_and_maybe_reset``, read here with defaults for what it may lack.
+"""Environments: any object with ``reset`` and ``step_and_maybe_reset``. The functions here use the other, optional
+attributes, with defaults for those that an environment lacks.
 
     environment.reset(td=None) -> TensorDict                        # its batch size is the environment's
     environment.step_and_maybe_reset(td) -> (td with "next", root of the next step)
@@ -25,15 +26,16 @@ from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.trajectories import FLAGS, Key, mask_like, path_of
 
 
-def is_given(create_env_fn: Any) -> bool:
-    """Whether a collector was given an environment, or a list of one, and not what makes it."""
+def is_environment_object(create_env_fn: Any) -> bool:
+    """Whether ``create_env_fn`` is an environment, or a list with one, and not a function that makes one."""
     one = create_env_fn[0] if isinstance(create_env_fn, list | tuple) and create_env_fn else create_env_fn
     return not isinstance(one, type) and (_is_environment(one) or _is_gymnasium(one))
 
 
 def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The environment that a collector was given: itself, a callable's result, a Gymnasium id's, or a list's only one.
-    Raises ValueError: another length, or ``create_env_kwargs`` that it cannot take; TypeError: not an environment."""
+    """The environment from ``create_env_fn``: an environment, a callable that returns one, a Gymnasium id, or a list
+    with one of these. Raises ValueError: a list of another length, or an environment that takes no
+    ``create_env_kwargs``; TypeError: no environment."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
         if len(create_env_fn) != 1:
             raise ValueError(
@@ -46,7 +48,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     if isinstance(create_env_fn, str):
         return GymEnv(create_env_fn, **given)
     environment = create_env_fn
-    if not is_given(environment):
+    if not is_environment_object(environment):
         if not callable(environment):
             raise TypeError(
                 f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "
@@ -79,13 +81,13 @@ def _is_gymnasium(thing: Any) -> bool:
 
 
 def is_torchrl(environment: Any) -> bool:
-    """Whether this is one of TorchRL's: without TorchRL imported, there is none."""
+    """Whether this is a TorchRL environment. None is, unless TorchRL was imported."""
     common = sys.modules.get("torchrl.envs.common")
     return common is not None and isinstance(environment, common.EnvBase)
 
 
 def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-    """Its ``reset``, of all (None), or as td's ``"_reset"`` tells. Raises TypeError: it returned no TensorDict."""
+    """Reset all environments (None), or those of td's ``"_reset"``. Raises TypeError: ``reset`` gave no TensorDict."""
     root = environment.reset(**kwargs) if td is None else environment.reset(td, **kwargs)
     if not isinstance(root, TensorDictBase):
         raise TypeError(f"{type(environment).__name__}.reset() returned a {type(root).__name__}, not a TensorDict")
@@ -93,7 +95,7 @@ def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> 
 
 
 def stepped(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-    """Its ``step_and_maybe_reset``. Raises TypeError: it has returned something else than two TensorDicts."""
+    """Call ``step_and_maybe_reset``. Raises TypeError: it did not return two TensorDicts."""
     found = environment.step_and_maybe_reset(td)
     if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
         raise TypeError(
@@ -108,13 +110,13 @@ def batch_size_of(environment: Any) -> torch.Size:
 
 
 def device_of(environment: Any) -> torch.device | None:
-    """The environment's device; None if it has none, or does not name it."""
+    """The environment's device. None: it has no device, or no attribute that names it."""
     device = getattr(environment, "device", None)
     return None if device is None else torch.device(device)
 
 
 def moved(environment: Any, device: torch.device) -> Any:
-    """The environment on this device. Raises TypeError: it is on another one, and has no ``to``."""
+    """The environment, moved to this device. Raises TypeError: it is on another device and has no ``to``."""
     if hasattr(environment, "to"):
         there = environment.to(device)
         return environment if there is None else there
@@ -127,12 +129,9 @@ def moved(environment: Any, device: torch.device) -> Any:
 
 
 def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
-    """The keys of an environment's observations, nested ones too: of ``observation_spec``, else all that ``reset``
-    returned, ``root``, but done flags.
-
-    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation. Nor is what
-    :class:`Primed` adds.
-    """
+    """The keys of an environment's observations, nested ones too: those of ``observation_spec`` or, without it, those
+    of ``root``, a reset's result, except done flags, private entries, and entries that :class:`Primed` adds.
+    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not an observation."""
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):
@@ -141,18 +140,19 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
         keys = [key for key, path in found if path[-1] not in FLAGS and not path[0].startswith("_")]
     else:
         try:
-            keys = list(spec.keys(True, True))  # nested ones, and leaves only, as of TensorDict's and TorchRL's
+            keys = list(spec.keys(True, True))  # leaves, also nested ones; TensorDict and TorchRL's specs take these
         except TypeError:
             keys = list(spec.keys())
-    counts = is_torchrl(environment)  # whose counter may stand in each group of agents
-    return [
-        key for key in keys if not (counted and path_of(key)[-1] == "step_count" and (counts or len(path_of(key)) == 1))
-    ]
+    if not counted:
+        return keys
+    paths = [(key, path_of(key)) for key in keys]
+    in_groups = is_torchrl(environment)  # its StepCounter may add a counter to each group of agents
+    return [key for key, path in paths if path[-1] != "step_count" or (len(path) > 1 and not in_groups)]
 
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
-    counts steps, and the state of TorchRL's environments and of recurrent policies."""
+    """Keys of entries that a step has under ``"next"`` and the next step has at its root, unless a trajectory ends:
+    observations, step counters, and the states of TorchRL's environments and of recurrent policies."""
     if is_torchrl(environment):
         states = environment.state_spec.keys(True, True)
     else:
@@ -167,16 +167,16 @@ def action_keys(environment: Any) -> list[Key]:
 
 
 def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys under ``"next"`` of all done flags. An environment without ``done_keys`` has those that its reset shows;
-    one that shows none is taken to have ``"done"``."""
+    """The keys under ``"next"`` of all done flags: ``done_keys``, or without that, the flags in ``root``, which
+    ``reset`` returned, or without any there, ``"done"``."""
     keys = getattr(environment, "done_keys", None)
     return [key for key in FLAGS if key in root.keys()] or ["done"] if keys is None else list(keys)  # noqa: SIM118
 
 
 def done_keys(flags: Iterable[Key]) -> list[Key]:
-    """Which of an environment's done flags mark a trajectory's end: of those at the root, where there are any, else of
-    those of each group of agents; ``"done"`` where there is one, else what stands in for it. When one of several agents
-    dies, the episode goes on, and the environment is not reset, as long as the root does not say so."""
+    """The done flags that mark a trajectory's end. If flags are at the root, only those count, because the episode goes
+    on when one of several agents is done; else the flags of each group of agents count. Of the flags in one place,
+    ``"done"`` counts or, without it, all others."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in flags:
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
@@ -188,14 +188,13 @@ def done_keys(flags: Iterable[Key]) -> list[Key]:
 
 
 class EntryKeys(NamedTuple):
-    """Keys of entries that an environment has in each step.
+    """Keys of an environment's entries under ``"next"`` in each step.
 
     Attributes:
-        done: under ``"next"``, what marks a trajectory's end.
-        own: what a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards,
-            done flags.
-        repeated: what ``compact_obs`` leaves out.
-        truncated: what ``set_truncated`` sets.
+        done: flags that mark a trajectory's end.
+        own: paths that the environment writes, so that a policy cannot: entries of a reset, rewards, done flags.
+        repeated: entries that ``compact_obs`` leaves out.
+        truncated: flags that ``set_truncated`` sets.
     """
 
     done: list[Key]
@@ -205,7 +204,7 @@ class EntryKeys(NamedTuple):
 
 
 def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArguments) -> EntryKeys:
-    """Of an environment whose reset has returned ``root``. Raises RuntimeError: it has nothing to mark as truncated."""
+    """The keys of an environment whose reset has returned ``root``. Raises RuntimeError: no flag for set_truncated."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
     flags = done_flags(environment, root)
     ends = {(*path_of(key)[:-1], name) for key in flags for name in FLAGS}
@@ -221,7 +220,7 @@ def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArgumen
 
 
 def action_spec(environment: Any) -> Any:
-    """The spec whose ``rand()`` draws random actions. Raises TypeError: the environment has none."""
+    """The spec whose ``rand()`` draws random actions. Raises TypeError: the environment has no action spec."""
     for name in ("full_action_spec", "action_spec"):
         spec = getattr(environment, name, None)
         if spec is not None:
@@ -243,14 +242,14 @@ def rand_action(environment: Any, root: TensorDictBase) -> None:
 
 
 def draw_action(spec: Any, key: Key, root: TensorDictBase) -> TensorDictBase:
-    """Write a random action of a spec into ``root``: a tensor under this key, or a TensorDict of several."""
+    """Write a spec's random action into ``root``: a tensor under this key, or all entries of a TensorDict."""
     actions = spec.rand()
     return root.update(actions) if isinstance(actions, TensorDictBase) else root.set(key, actions)
 
 
 def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
-    """What a step has under ``"next"``: its entries, of any value. ``root`` is like what a reset returned. Raises
-    TypeError: the environment does not tell."""
+    """A step's entries under ``"next"``, with any values. ``root`` is like the result of a reset. Raises TypeError: the
+    environment has no specs that tell the entries."""
     if hasattr(environment, "fake_tensordict"):
         after: TensorDictBase = environment.fake_tensordict().get("next")
         return after if is_torchrl(environment) else root.copy().update(after)
@@ -267,8 +266,8 @@ def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
 def reset_some(
     environment: Any, root: TensorDictBase, mask: torch.Tensor, kwargs: Mapping[str, Any] | None = None
 ) -> TensorDictBase:
-    """Reset the environments of a mask, bool of the batch's shape, by their ``"_reset"``; returns the root of the next
-    step, which for the others is as in ``root``."""
+    """Reset the environments of a mask (bool, in the batch's shape) by ``"_reset"``. Returns the root of the next step,
+    in which the entries of all other environments are those of ``root``."""
     given, chosen = root.copy(), root.copy()
     for key in getattr(environment, "reset_keys", ["_reset"]):
         flag = root.get((*path_of(key)[:-1], "done"), None)
@@ -282,7 +281,7 @@ def reset_some(
 
 
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
-    """Seed the environment; returns the seed that comes after. Raises TypeError: it cannot be seeded."""
+    """Seed the environment. Returns the seed for the next one. Raises TypeError: it has no ``set_seed``."""
     if not hasattr(environment, "set_seed"):
         raise TypeError(f"{type(environment).__name__} cannot be seeded: it has no set_seed(seed, static_seed=False)")
     if "static_seed" in inspect.signature(environment.set_seed).parameters:
@@ -293,6 +292,6 @@ def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
 
 
 def close(environment: Any) -> None:
-    """Close the environment, if it can be and is not closed."""
+    """Close the environment, unless it has no ``close`` or is closed already."""
     if hasattr(environment, "close") and not getattr(environment, "is_closed", False):
         environment.close()

@@ -1,9 +1,9 @@
-"""Gymnasium's environments as a collector takes them: an id, an environment, or a vector environment.
+"""GymEnv: Gymnasium's environments and vector environments, for collectors.
 
-A :class:`Spec` says how the values of a space look as tensors: it has the shape, dtype and device of one entry, draws
-random values, and converts both ways, the environment's result into an existing tensor, and an action into what the
-environment takes. Shapes and dtypes are those of TorchRL's GymEnv; this file imports neither library. Feature
-dimensions are the last ones, so everything works for one environment, for a batch, and for one row of a batch.
+A :class:`Spec` describes the values of a space as tensors: it has the shape, dtype and device of one entry, draws
+random values, writes the environment's results into tensors, and converts actions for the environment. Shapes and
+dtypes are those of TorchRL's GymEnv. This module imports Gymnasium only when it is used, and never TorchRL. Feature
+dimensions come last, so a spec works for one environment, for a batch, and for one row of a batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import check_keys
-from asyncsync.collectors.envs.gym_vector import Seen, Vector, make_vector, vector_of
+from asyncsync.collectors.envs.gym_vector import Observed, Vector, make_vector, vector_of
 from asyncsync.collectors.trajectories import FLAGS, zeroed
 
 Array = np.ndarray[Any, Any]
 
 ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
-"""What a step has beside observations and actions, and what a reset is asked for with."""
+"""Entries of a step that are neither observations nor actions, and the mask of a reset."""
 
 
 class Spec(ABC):
-    """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``. ``hint`` ends the message about an
-    action of another shape."""
+    """Describes one entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``. ``hint`` ends the error
+    about an action of another shape."""
 
     hint: ClassVar[str] = ""
 
@@ -44,26 +44,26 @@ class Spec(ABC):
 
     @abstractmethod
     def write(self, out: Array, value: Any) -> None:
-        """Write the environment's result into ``out``, the NumPy view of a tensor or of a row of one. Raises
-        ValueError: another shape; TypeError: no array of numbers, or a dtype that does not fit."""
+        """Write the environment's result into ``out``, the NumPy view of a tensor or of a row of it. Raises ValueError:
+        the result has another shape; TypeError: it is no array of numbers, or its dtype does not fit."""
 
     @abstractmethod
     def read(self, action: Array) -> Array:
-        """The NumPy view of an action as the environment takes it. Raises ValueError, whose message goes on after the
-        action's key."""
+        """Convert an action, given as a NumPy view, for the environment. Raises ValueError with a message that
+        continues a sentence whose subject is the action's key."""
 
     def zero(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """A value of zeros; ``shape`` comes before the spec's own."""
         return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
 
     def to(self, device: torch.device) -> Self:
-        """The same, on another device."""
+        """This spec for another device."""
         moved = copy.copy(self)
         moved.device = device
         return moved
 
     def batched(self, batch_size: Sequence[int]) -> Self:
-        """The same, with the batch's dimensions before its own."""
+        """This spec for a batch, with the batch's dimensions first."""
         batched = copy.copy(self)
         batched.shape = torch.Size((*batch_size, *self.shape))
         return batched
@@ -73,7 +73,7 @@ class Spec(ABC):
 
 
 class BoxSpec(Spec):
-    """Numbers between ``low`` and ``high`` (each of the shape of one environment's entry), both of them included."""
+    """Numbers from ``low`` to ``high``, both included. The bounds have the shape of one environment's entry."""
 
     def __init__(self, low: Array, high: Array, dtype: torch.dtype) -> None:
         super().__init__(low.shape or (1,), dtype)  # a scalar has one element, as in TorchRL
@@ -87,13 +87,13 @@ class BoxSpec(Spec):
         return moved
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Uniform between two finite bounds, normal without bounds, exponential from a single one."""
+        """Uniform between two finite bounds, normal without bounds, exponential from a single bound."""
         size, low, high = (*shape, *self.shape), self.low, self.high
         if not self.dtype.is_floating_point:
             span = high.double() - low.double() + 1
             offset = (torch.rand(size, dtype=torch.float64, device=self.device) * span).long()
             return torch.minimum(low.long() + offset, high.long()).to(self.dtype)
-        limits = torch.finfo(self.dtype)  # these, too, are how environments write "no bound"
+        limits = torch.finfo(self.dtype)  # besides infinities, environments use these for "no bound"
         below, above = low <= limits.min, high >= limits.max
         drawn = torch.rand(size, dtype=self.dtype, device=self.device) * (high - low) + low
         if bool((below | above).any()):
@@ -106,18 +106,18 @@ class BoxSpec(Spec):
         out = out[..., 0] if self._scalar else out
         if getattr(value, "shape", None) != out.shape:
             value = _array(value, out.shape)
-        if type(value) is np.ndarray and value.dtype is out.dtype:  # in half of copyto's time
+        if type(value) is np.ndarray and value.dtype is out.dtype:  # takes half of copyto's time
             out[...] = value
         else:
-            np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
+            np.copyto(out, value, casting="same_kind")  # refuses objects such as None
 
     def read(self, action: Array) -> Array:
         return action[..., 0] if self._scalar else action
 
 
 class CategoricalSpec(Spec):
-    """Choices: whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space
-    starts."""
+    """Choices as whole numbers, from 0 to ``nvec - 1``, even if the space starts elsewhere. ``nvec`` has the shape of
+    one environment's entry."""
 
     hint = " (a choice is its number: where the policy gives a score for each, let it return .argmax(-1), or a sample)"
 
@@ -142,7 +142,7 @@ class CategoricalSpec(Spec):
                 "the argmax or sample (or use one-hot actions: categorical_action_encoding=False)"
             )
         index = action.astype(np.int64, copy=False)
-        wrong = index.view(np.uint64) >= self._end  # what is negative, too
+        wrong = index.view(np.uint64) >= self._end  # also negative numbers, which are large when seen as unsigned
         if np.count_nonzero(wrong):
             found, n = index[wrong].flat[0], np.broadcast_to(self.nvec, index.shape)[wrong].flat[0]
             raise ValueError(f"has the index {found}, but the {n} choices are 0 to {n - 1}")
@@ -152,8 +152,8 @@ class CategoricalSpec(Spec):
 
 
 class OneHotSpec(Spec):
-    """Choices, one-hot: ``nvec`` and ``start`` have the shape of the choices. Each is a dimension of its own, the last,
-    if all have as many entries; else they lie side by side in the last dimension. ``n``: that dimension's size."""
+    """One-hot choices. ``nvec`` and ``start`` have the shape of the choices. If all choices have the same number of
+    entries, these form a new last dimension, else the choices are concatenated. ``n`` is the last dimension's size."""
 
     hint = " (choices are one-hot unless categorical_action_encoding=True)"
 
@@ -165,7 +165,7 @@ class OneHotSpec(Spec):
         self._dims = len(self.shape)
         self._start = start if start.any() else None
         self._choices = start.shape
-        self._which = np.repeat(np.arange(nvec.size), self._counts)  # the choice of each entry
+        self._choice_of_entry = np.repeat(np.arange(nvec.size), self._counts)
         firsts = start.ravel()
         self._values = np.concatenate([first + np.arange(n) for first, n in zip(firsts, self._counts, strict=True)])
 
@@ -179,7 +179,7 @@ class OneHotSpec(Spec):
     def write(self, out: Array, value: Any) -> None:
         batch = out.shape[: -self._dims]
         chosen = _array(value, (*batch, *self._choices)).reshape(*batch, -1)
-        out[...] = (chosen[..., self._which] == self._values).reshape(out.shape)
+        out[...] = (chosen[..., self._choice_of_entry] == self._values).reshape(out.shape)
         if np.count_nonzero(out) != chosen.size:
             raise ValueError(f"an observation is none of the choices {self._values.tolist()}: {value!r}")
 
@@ -194,9 +194,9 @@ class OneHotSpec(Spec):
 
 
 class NotTorchRLs:
-    """Tells what to use instead where TorchRL looks for what its own class of this kind has."""
+    """Raises a helpful error if TorchRL looks for an attribute that only its own class of this kind has."""
 
-    if not TYPE_CHECKING:  # else every attribute would be one
+    if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
@@ -226,20 +226,19 @@ class CompositeSpec(NotTorchRLs, dict[NestedKey, Spec]):
 
 
 class Leaf(NamedTuple):
-    """One entry of a space that may be a dictionary of spaces."""
+    """One entry of a space, which may be a ``Dict``. ``key``: its key in a TensorDict; ``path``: its place in the
+    environment's dictionaries; ``is_int``: whether a single environment takes a Python int for it."""
 
     key: NestedKey
     path: tuple[str, ...]
-    """What leads to it in the environment's dictionaries."""
     spec: Spec
-    whole: bool
-    """Whether one environment takes a Python int for it."""
+    is_int: bool
 
 
 def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     """The entries of one environment's space: ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict``
-    of these and of further ``Dict``. Choices are numbers with ``categorical``, else one-hot. Raises ValueError: another
-    kind of space; a ``Dict`` of actions without entries, or with keys that are not str."""
+    of these and of further ``Dict``. With ``categorical``, choices are numbers, else one-hot. Raises ValueError: the
+    space is of another kind, a ``Dict`` of actions has no entries, or a ``Dict`` has keys that are not str."""
     from gymnasium import spaces
 
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
@@ -260,7 +259,7 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
                     f"{called!r}: the keys of a Dict space must be str, not {part!r}: rename the key by a "
                     "gymnasium.wrappers.TransformAction or TransformObservation"
                 )
-            # As TorchRL does: the vector beside the pixels has the name that it has without them.
+            # As in TorchRL: the vector that comes with pixels gets the name that it has without pixels.
             renamed = "observation" if part == "state" and "observation" not in space.spaces else part
             yield from walk(inner, (*path, part), (*key, renamed))
 
@@ -268,7 +267,7 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
 
 
 def free_spec(value: Array, name: str) -> Spec:
-    """Of entries with this one's shape and dtype, without bounds."""
+    """The spec of entries with this value's shape and dtype, without bounds."""
     if value.dtype.kind == "f":
         low, high = -np.inf, np.inf
     else:
@@ -278,7 +277,7 @@ def free_spec(value: Array, name: str) -> Spec:
 
 
 def spec_of(space: Any, name: str, categorical: bool) -> Spec:
-    """Of a space that is no ``Dict``; see :func:`leaves_of`."""
+    """The spec of a space that is not a ``Dict``; see :func:`leaves_of`."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):
@@ -303,7 +302,7 @@ def spec_of(space: Any, name: str, categorical: bool) -> Spec:
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:
-    """The environment's result as an array of exactly that shape: broadcasting would make up values."""
+    """The environment's result as an array of exactly this shape. It is not broadcast, which would invent values."""
     array = np.asarray(value)
     if array.shape == shape and not array.dtype.hasobject:
         return array
@@ -329,8 +328,8 @@ def _torch_dtype(dtype: Any, name: str) -> torch.dtype:
 
 
 class StepArrays(NamedTuple):
-    """Where the results of one step go: numbers of shape ``[*batch_size]``, and the last observations, by key; None:
-    nobody keeps these."""
+    """Memory for the results of one step: numbers of shape ``[*batch_size]``, and the observations under "next" by key,
+    or None if those are not stored."""
 
     reward: Array
     terminated: Array
@@ -421,7 +420,7 @@ class GymEnv(NotTorchRLs):
         self.is_closed = False
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
-        self._vector: Vector | None = None  # None: a single environment, which is reset or not
+        self._vector: Vector | None = None  # None: a single environment
         self._stepper: Any = env
         observation_space, action_space = env.observation_space, env.action_space
         try:
@@ -451,7 +450,7 @@ class GymEnv(NotTorchRLs):
         self._describe()
 
     def _describe(self) -> None:
-        """Set the specs, which are on the environment's device, and what follows from them."""
+        """Set the specs, on the environment's device, and the attributes that depend on them."""
 
         def composite(specs: dict[Any, Spec]) -> CompositeSpec:
             device = self.device or torch.device("cpu")
@@ -522,16 +521,16 @@ class GymEnv(NotTorchRLs):
                 the environment returned something that Gymnasium does not allow.
         """
         given = dict(tensordict.items())
-        beside = given.pop("next", None)
+        written = given.pop("next", None)
         last, column = self._observations_memory(), (*self.batch_size, 1)
         numbers: dict[Any, Array] = {"reward": np.empty(column, np.float32)}
         numbers |= {key: np.empty(column, np.bool_) for key in FLAGS}
         into = StepArrays(last=last, **{key: array[..., 0] for key, array in numbers.items()})
         first, finished = self.play(self._given_arrays(given), into)
         after, root = tensors(last | numbers), given | tensors(first) | self.no_flags()
-        if beside is not None:  # what a policy has written for the next step: its hidden state, say
-            for key in beside.keys() - after.keys():
-                after[key] = value = beside.get(key)
+        if written is not None:  # what a policy has written for the next step, such as its hidden state
+            for key in written.keys() - after.keys():
+                after[key] = value = written.get(key)
                 root[key] = value if finished is None else zeroed(value, torch.from_numpy(finished))
         for key in self._groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy()
@@ -539,40 +538,40 @@ class GymEnv(NotTorchRLs):
         return tensordict, self.container(root)
 
     def no_flags(self) -> dict[str, torch.Tensor]:
-        """Done flags, which are false."""
+        """Done flags that are False."""
         return {key: torch.from_numpy(np.zeros((*self.batch_size, 1), np.bool_)) for key in FLAGS}
 
     def play(self, given: Mapping[NestedKey, Array], into: StepArrays) -> tuple[dict[Any, Array], Array | None]:
-        """:meth:`step_and_maybe_reset`, as arrays.
+        """:meth:`step_and_maybe_reset` with arrays.
 
         Args:
-            given: entries, all those of the action among them.
-            into: gets what is under "next".
+            given: arrays by key, among them all entries of the action.
+            into: gets the results under "next".
 
         Returns:
             The observations for the next step, in new memory, by key; and which environments have finished: bool
-            ``[*batch_size]``, a view of ``into.done``, or None: none of them.
+            ``[*batch_size]``, a view of ``into.done``, or None if none has.
         """
         found = self._stepper.step(self._action(given))
-        observation, reward, terminated, truncated, info = self._found(5, "step", found)
+        observation, reward, terminated, truncated, info = self._checked(5, "step", found)
         rewards, terminations, truncations, done, last = into
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")
         finished: Array = np.logical_or(terminations, truncations, done)
         seen = self._observations_memory() if last is None else last
-        self._write(seen, observation)  # before a reset, which may write over it
+        self._write(seen, observation)  # before a reset, which may overwrite it
         if self._infos:
             self._write_infos(seen, info)
         first = dict(seen) if last is None else {key: array.copy() for key, array in last.items()}
-        if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
+        if not np.count_nonzero(finished):  # takes a tenth of finished.any()'s time
             return first, None
         if self._vector is None:
-            self._write_seen(first, self._reset())
+            self._write_observed(first, self._reset())
             return first, finished
         if last is not None:
-            self._write_seen(last, self._vector.last(finished, info), finished)
-        self._write_seen(first, self._vector.first(finished), finished)
+            self._write_observed(last, self._vector.last_observations(finished, info), finished)
+        self._write_observed(first, self._vector.first_observations(finished), finished)
         return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -612,8 +611,8 @@ class GymEnv(NotTorchRLs):
 
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
-    def _reset(self, **kwargs: Any) -> Seen:
-        observation, info = self._found(2, "reset", self.env.reset(**kwargs))
+    def _reset(self, **kwargs: Any) -> Observed:
+        observation, info = self._checked(2, "reset", self.env.reset(**kwargs))
         if self._unknown_infos:
             self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
             self._unknown_infos = ()
@@ -621,7 +620,6 @@ class GymEnv(NotTorchRLs):
         return [(..., observation)], info
 
     def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
-        """What the first reset's info shows of an entry."""
         if name not in info:
             raise KeyError(
                 f"{self._name}: the info of the first reset has no {name!r} (it has {sorted(map(str, info))}): pass "
@@ -634,13 +632,13 @@ class GymEnv(NotTorchRLs):
             )
         return free_spec(value[0] if self.batch_size else value, name)
 
-    def _first(self, seen: Seen, mask: Array | None = None) -> TensorDict:
+    def _first(self, seen: Observed, mask: Array | None = None) -> TensorDict:
         arrays = self._observations_memory()
-        self._write_seen(arrays, seen, mask)
+        self._write_observed(arrays, seen, mask)
         return self.container(tensors(arrays) | self.no_flags())
 
-    def _write_seen(self, arrays: Mapping[Any, Array], seen: Seen, mask: Array | None = None) -> None:
-        """``mask``: only the infos of these environments of a vector."""
+    def _write_observed(self, arrays: Mapping[Any, Array], seen: Observed, mask: Array | None = None) -> None:
+        """Write observations and infos. ``mask``: infos only of these environments."""
         rows, info = seen
         for index, observation in rows:
             self._write({key: array[index] for key, array in arrays.items()}, observation)
@@ -661,22 +659,21 @@ class GymEnv(NotTorchRLs):
                 ) from error
 
     def _write_infos(self, arrays: Mapping[Any, Array], info: Mapping[str, Any], mask: Array | None = None) -> None:
-        """Write what ``info_keys`` names, zeros where it is missing. ``mask``: only for these environments of a
-        vector."""
+        """Write the entries of ``info_keys``, zeros for missing ones, for all environments or those of a mask."""
         for name, spec in self._infos.items():
             value, out = info.get(name), np.zeros_like(arrays[name])
             if value is not None:
                 try:
                     spec.write(out, value)
                 except (TypeError, ValueError) as error:
-                    raise type(error)(f"{self._name}: info[{name!r}] has not the form of the first: {error}") from error
-                if (there := info.get(f"_{name}")) is not None:  # of a vector: which environments have it
-                    out[~np.asarray(there, np.bool_)] = 0
+                    raise type(error)(f"{self._name}: info[{name!r}] is not like the first one: {error}") from error
+                if (present := info.get(f"_{name}")) is not None:  # of a vector: which environments have the entry
+                    out[~np.asarray(present, np.bool_)] = 0
             which: Any = ... if mask is None else mask
             arrays[name][which] = out[which]
 
-    def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
-        """What the environment's method has returned. Raises TypeError: not so many things."""
+    def _checked(self, count: int, method: str, found: Any) -> Sequence[Any]:
+        """The return value of an environment's method. Raises TypeError: it does not have ``count`` items."""
         if isinstance(found, tuple | list) and len(found) == count:
             return found
         wanted = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}[count]
@@ -684,14 +681,14 @@ class GymEnv(NotTorchRLs):
 
     @property
     def _name(self) -> str:
-        """What to call the environment in an error."""
+        """The environment's name in errors."""
         return type(self.env.unwrapped).__name__
 
     def _write_numbers(self, out: Array, value: Any, name: str) -> None:
-        """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
-        another shape, which would be broadcast."""
+        """Write a result of one number, or of one number per environment. Refuses None, which would become False, and
+        other shapes, which would be broadcast."""
         array = value if type(value) is np.ndarray else np.asarray(value)
-        if type(value) is tuple and array.shape == (*out.shape, 1):  # of environments that are stepped in turn
+        if type(value) is tuple and array.shape == (*out.shape, 1):  # from :class:`InTurn`, of arrays with one number
             array = array[..., 0]
         if array.dtype.kind not in "biuf" or array.shape != out.shape:
             count = f"{out.size} numbers" if out.shape else "one number"
@@ -704,24 +701,24 @@ class GymEnv(NotTorchRLs):
         out[...] = array
 
     def _observations_memory(self) -> dict[Any, Array]:
-        """New memory for observations: policies keep them, in stacks of frames, say."""
-        # NumPy's: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
+        """New memory for observations, because policies may keep them, for example in stacks of frames."""
+        # By NumPy, because torch.empty(…).numpy() takes five times as long: a tenth of a vector's step.
         return {key: np.empty(shape, dtype) for key, shape, dtype in self._forms}
 
     def container(self, items: dict[Any, Any]) -> TensorDict:
-        """A TensorDict of entries of the right form."""
+        """A TensorDict of entries that have the right shapes."""
         nested = {key: items.pop(key) for key in self._nested if key in items}
-        # TensorDict's constructor checks each entry. That takes 12 µs instead of one, twice in a step of 170.
+        # TensorDict's constructor would check each entry. It takes 12 µs instead of 1, twice in a step of 170.
         made: TensorDict = TensorDict._new_unsafe(source=items, batch_size=self.batch_size)
         for key, value in nested.items():
             made.set(key, value)
         return made if self.device is None else made.to(self.device)
 
     def _given_arrays(self, items: Mapping[str, Any]) -> dict[NestedKey, Array]:
-        """The entries of an action. Raises KeyError: one is missing."""
+        """The entries of an action as arrays. Raises KeyError: one is missing; TypeError: NumPy lacks its dtype."""
         found: dict[NestedKey, Array] = {}
         for leaf in self._actions:
-            # From the dictionary where it can be: TensorDict.get takes its time.
+            # From the dictionary if possible, because TensorDict.get is slow.
             name, *inner = (leaf.key,) if isinstance(leaf.key, str) else leaf.key
             action = items.get(name)
             if inner and action is not None:
@@ -740,7 +737,7 @@ class GymEnv(NotTorchRLs):
         return found
 
     def _action(self, given: Mapping[NestedKey, Array]) -> Any:
-        """An action as the environment takes it."""
+        """The action in the environment's own form. Raises ValueError: its shape or value does not fit."""
         nested: dict[str, Any] = {}
         for leaf in self._actions:
             action = given[leaf.key]
@@ -753,7 +750,7 @@ class GymEnv(NotTorchRLs):
                 value: Any = leaf.spec.read(action)
             except ValueError as error:
                 raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
-            if leaf.whole and not self.batch_size:
+            if leaf.is_int and not self.batch_size:
                 value = int(value)
             if not leaf.path:
                 return value
@@ -769,7 +766,7 @@ def tensors(arrays: Mapping[Any, Array]) -> dict[Any, torch.Tensor]:
 
 
 def check_environment(env: Any) -> None:
-    """Raises TypeError: not an environment."""
+    """Raises TypeError: this is not a Gymnasium environment."""
     wanted = "GymEnv takes a Gymnasium id, an environment, or a vector environment"
     if isinstance(env, type) or not hasattr(env, "unwrapped"):
         what = f"the class {env.__name__}: call it to make one" if isinstance(env, type) else repr(env)
@@ -780,7 +777,7 @@ def check_environment(env: Any) -> None:
 
 
 def check_info_keys(name: str, keys: Any, observed: Collection[Any]) -> None:
-    """Raises TypeError: no sequence or mapping of str; ValueError: an observation has that key."""
+    """Raises TypeError: the keys are not a sequence or mapping of str; ValueError: an observation has one of them."""
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"info_keys must be names of entries of info, such as ('action_mask',), not {keys!r}")
     if taken := [key for key in keys if key in observed]:

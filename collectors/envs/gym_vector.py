@@ -1,13 +1,13 @@
-"""What a Gymnasium vector environment does when one of its environments has finished, and what a collector needs of it.
+"""How Gymnasium's vector environments reset a finished environment, and the observations that a collector needs then.
 
-A collector wants two observations of that step: the last one of the trajectory that has ended, and the first one of the
-next. Gymnasium has three ways (see https://farama.org/Vector-Autoreset-Mode):
+A collector needs two observations of the step that ends a trajectory: the trajectory's last one, and the first one of
+the next trajectory. Gymnasium has three ways of resetting (see https://farama.org/Vector-Autoreset-Mode):
 
-- disabled: the caller resets those that have finished, by a mask. Both observations are there.
-- same step: they are reset within the step; the last observation is in the step's info.
-- next step: the *next* step resets them, and ignores their actions. While the others go on, such an environment makes a
-  step that is none. There is no way to take that frame out of a batch, or to do without it, from the outside: these
-  environments are refused, but for those whose class is known here.
+- disabled: the caller resets finished environments by a mask. It gets both observations.
+- same step: the step itself resets them. The last observation is in the step's info.
+- next step: the *next* step resets them and ignores their actions, while it steps the others. So a finished environment
+  makes a frame without an action, which no caller can take out of a batch or avoid. Such environments are refused,
+  except those of classes whose state this module can reset.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ Array = np.ndarray[Any, Any]
 
 
 Rows = Iterable[tuple[Any, Any]]
-"""Observations of some environments, each with its index in an array of all, by which NumPy makes a view."""
-Seen = tuple[Rows, Mapping[str, Any] | None]
-"""What a step or a reset has shown of some environments, with an info that has theirs; None: there is none."""
+"""Observations of some environments, each with an index by which NumPy makes a view of its row in an array of all."""
+Observed = tuple[Rows, Mapping[str, Any] | None]
+"""Observations of some environments, and an info that contains theirs, or None."""
 
 
 class Vector:
-    """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
-    waits for."""
+    """Steps and resets a vector environment. This class resets finished environments by a mask (mode "disabled")."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -38,24 +37,23 @@ class Vector:
     def step(self, actions: Any) -> Any:
         return self.env.step(actions)
 
-    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
-        """What finished environments have shown last and the step itself has not returned. ``finished`` is bool
-        [num_envs], ``info`` the step's."""
+    def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
+        """The last observations of ``finished`` environments (bool [num_envs]) that the step has not returned."""
         return [], None
 
-    def first(self, finished: Array) -> Seen:
-        """After :meth:`last`: what finished environments show first, unless the step has returned it."""
+    def first_observations(self, finished: Array) -> Observed:
+        """The first observations of finished environments that the step has not returned. After the last ones."""
         return self.reset(finished)
 
-    def reset(self, mask: Array) -> Seen:
-        """Reset the environments of a mask, bool [num_envs], at any other time."""
-        observation, info = self.env.reset(options={"reset_mask": mask.copy()})  # which becomes the environment's own
+    def reset(self, mask: Array) -> Observed:
+        """Reset the environments of a mask, bool [num_envs]."""
+        observation, info = self.env.reset(options={"reset_mask": mask.copy()})  # the environment keeps the mask
         return _rows(observation, mask), info
 
 
 class InTurn(Vector):
-    """Those of a SyncVectorEnv are here: each is stepped and reset by itself, and nobody gets their infos. The vector's
-    own methods put infos and observations together, which takes a tenth of a step of 8 CartPoles."""
+    """Steps and resets each environment of a SyncVectorEnv by itself, and drops infos. The vector's own methods would
+    combine infos and observations, which takes a tenth of a step of 8 CartPoles."""
 
     def __init__(self, env: Any) -> None:
         from gymnasium.vector.utils import iterate
@@ -68,16 +66,16 @@ class InTurn(Vector):
         taken = self._iterate(env.action_space, actions)
         each = [one.step(action) for one, action in zip(env.envs, taken, strict=True)]
         observations, *numbers, _ = zip(*each, strict=True)
-        return _together(observations), *numbers, {}
+        return _gathered(observations), *numbers, {}
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         return [((index, ...), self.env.envs[index].reset()[0]) for index in mask.nonzero()[0].tolist()], None
 
 
 class SameStep(Vector):
-    """The environment has reset them when the step returns."""
+    """The vector environment resets finished environments within the step."""
 
-    def last(self, finished: Array, info: Mapping[str, Any]) -> Seen:
+    def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
         if "final_obs" not in info:
             raise RuntimeError(
                 f"{self.env} has autoreset mode SAME_STEP, but lost the last observations of finished environments: "
@@ -85,13 +83,13 @@ class SameStep(Vector):
             )
         return _rows(info["final_obs"], finished), info.get("final_info")
 
-    def first(self, finished: Array) -> Seen:
+    def first_observations(self, finished: Array) -> Observed:
         return [], None
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-        if not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):  # which take a mask in any mode
+        if not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):  # these take a mask in any mode
             raise NotImplementedError(
                 f"{self.env} resets its environments by itself (autoreset mode SAME_STEP) and cannot reset some of "
                 "them at another time: use an environment with AutoresetMode.DISABLED"
@@ -100,10 +98,10 @@ class SameStep(Vector):
 
 
 class CartPole(Vector):
-    """Gymnasium's CartPoleVectorEnv resets in the next step only. All its state is in three arrays, so finished
-    environments are reset here at once, with the generator that it would use a step later."""
+    """Gymnasium's CartPoleVectorEnv resets only in the next step. Because all its state is in three arrays, this class
+    resets finished environments at once, with the generator that Gymnasium would use a step later."""
 
-    def reset(self, mask: Array) -> Seen:
+    def reset(self, mask: Array) -> Observed:
         env = self.env
         which = mask.nonzero()[0]  # quicker than the mask, for a few
         env.state[:, which] = env.np_random.uniform(env.low, env.high, (4, len(which)))
@@ -113,8 +111,10 @@ class CartPole(Vector):
 
 
 def vector_of(env: Any, *, reads_info: bool) -> Vector:
-    """``reads_info``: infos are wanted. Raises ValueError: the environment makes steps that are none."""
-    kind = _kind_of(type(env), env.metadata)  # no wrapper: it would not see the observations of a reset of ours
+    """The :class:`Vector` for this environment. ``reads_info``: whether infos are needed. Raises ValueError: the vector
+    resets in the next step, in a way that is not known here."""
+    # Of its own type, not the unwrapped one, because a wrapper would not see the observations of a reset made here.
+    kind = _kind_of(type(env), env.metadata)
     if kind is not None:
         return Vector(env) if reads_info and kind is InTurn else kind(env)
     mode = env.metadata.get("autoreset_mode")
@@ -128,8 +128,8 @@ def vector_of(env: Any, *, reads_info: bool) -> Vector:
 
 
 def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, Any]) -> Any:
-    """A vector environment whose resets :func:`vector_of` knows: ``vectorization_mode=mode``, or the fastest kind.
-    ``name`` is a Gymnasium id or EnvSpec, ``kwargs`` are for ``gymnasium.make_vec``."""
+    """Make a vector environment that :func:`vector_of` accepts, with ``vectorization_mode=mode`` or, for None, of the
+    fastest kind. ``name``: a Gymnasium id or EnvSpec; ``kwargs``: arguments of ``gymnasium.make_vec``."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
     from gymnasium.vector import AutoresetMode
@@ -138,28 +138,29 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
     given: Mapping[str, Any] = kwargs.pop("vector_kwargs", {})
     if mode is None:
         found = gymnasium.spec(name) if isinstance(name, str) else name
-        plain = not (given or kwargs.get("wrappers") or found.additional_wrappers)  # else gymnasium refuses
+        is_plain = not (given or kwargs.get("wrappers") or found.additional_wrappers)  # else gymnasium refuses
         mode = "sync"
-        if plain and (entry := found.vector_entry_point) is not None:
+        if is_plain and (entry := found.vector_entry_point) is not None:
             made = load_env_creator(entry) if isinstance(entry, str) else entry
             if _kind_of(made, getattr(made, "metadata", {})) is not None:
                 mode = "vector_entry_point"
     if mode == "vector_entry_point":
         return gymnasium.make_vec(name, num_envs, mode, **kwargs)
-    # Observations are copied into tensors anyway. Between processes a mask would cost a round trip of its own.
+    # No copies, because GymEnv copies observations into tensors. Between processes, resets within the step save another
+    # round trip for a mask.
     resets = AutoresetMode.SAME_STEP if mode == "async" else AutoresetMode.DISABLED
     vector_kwargs = {"copy": False, "autoreset_mode": resets, **given}
     kwargs = {"disable_env_checker": True, **kwargs}  # as TorchRL does
     if vector_kwargs["autoreset_mode"] is AutoresetMode.SAME_STEP:
-        # Many environments write each observation into the same array. The vector resets them before it hands out the
-        # last observation of an episode, which the first one of the next would overwrite.
+        # Many environments write all observations into one array. The vector resets an environment before it returns
+        # an episode's last observation, so the next episode's first one would overwrite it.
         copied = functools.partial(TransformObservation, func=copy.deepcopy, observation_space=None)
         kwargs["wrappers"] = [*(kwargs.get("wrappers") or ()), copied]
     return gymnasium.make_vec(name, num_envs, mode, vector_kwargs=vector_kwargs, **kwargs)
 
 
 def _kind_of(kind: Any, metadata: Mapping[str, Any]) -> type[Vector] | None:
-    """How vector environments of this class begin anew; None: with the step after, in a way that is not known here."""
+    """The class that resets vector environments of this kind. None: they reset in the next step, in an unknown way."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -172,7 +173,7 @@ def _kind_of(kind: Any, metadata: Mapping[str, Any]) -> type[Vector] | None:
 
 
 def _rows(observation: Any, mask: Array) -> Rows:
-    """What the environments of a mask show, of what all show."""
+    """The rows of the mask's environments in an observation of all."""
     return [((index, ...), _row(observation, index)) for index in mask.nonzero()[0].tolist()]
 
 
@@ -182,7 +183,8 @@ def _row(observation: Any, index: int) -> Any:
     return observation[index]
 
 
-def _together(observations: Sequence[Any]) -> Any:
+def _gathered(observations: Sequence[Any]) -> Any:
+    """Sequences of all environments' values: one sequence, or one per entry of their dictionaries."""
     if not isinstance(observations[0], Mapping):
         return observations
-    return {name: _together([each[name] for each in observations]) for name in observations[0]}
+    return {name: _gathered([each[name] for each in observations]) for name in observations[0]}

@@ -1,5 +1,5 @@
-"""Environments around an environment of any kind but TorchRL's, which has transforms for this: max_frames_per_traj, and
-what recurrent policies need."""
+"""Wrappers of environments: one for max_frames_per_traj, and one for recurrent policies. TorchRL's environments are not
+wrapped, because TorchRL has transforms for both."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.trajectories import FLAGS, Key, mask_like, path_of
 
 
-def limited(environment: Any, max_steps: int) -> Any:
-    """The environment, truncated after ``max_steps`` steps: TorchRL's by its own StepCounter; unchanged for 0. Raises
-    ValueError: it counts steps already."""
+def with_step_limit(environment: Any, max_steps: int) -> Any:
+    """The environment, which truncates trajectories after ``max_steps`` steps; unchanged for 0. TorchRL's environments
+    get TorchRL's StepCounter. Raises ValueError: the environment counts steps already."""
     if not max_steps:
         return environment
     if any("step_count" in path_of(key) for key in environments.action_keys(environment)):
@@ -37,7 +37,7 @@ _COUNTED = (
 
 
 class Wrapper:
-    """An environment around another one, which has all that this one does not have."""
+    """An environment around another one, from which it takes all attributes that it does not have itself."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -52,12 +52,12 @@ class Wrapper:
         self.environment = environments.moved(self.environment, device)
         return self
 
-    def _ended(self, td: TensorDictBase, wish: str) -> torch.Tensor:
-        """Whether trajectories end with a step, of whose ``"next"`` this is. Raises KeyError: it does not tell, but
-        what the collector was asked for needs it."""
+    def _ended(self, td: TensorDictBase, option: str) -> torch.Tensor:
+        """Whether trajectories end with a step, from the step's ``"next"``. Raises KeyError, naming the collector's
+        option that needs this: there is no done flag."""
         flags = {name: td.get(name) for name in FLAGS if name in td.keys()}  # noqa: SIM118
         if not flags:
-            raise KeyError(self._no_flag(td.keys(), wish))
+            raise KeyError(self._no_flag(td.keys(), option))
         ended: torch.Tensor | None = flags.get("done")
         return functools.reduce(torch.logical_or, flags.values()) if ended is None else ended
 
@@ -68,23 +68,23 @@ class Wrapper:
             return torch.zeros((*root.batch_size, 1), dtype=torch.bool, device=root.device)
         return torch.zeros_like(flag)
 
-    def _no_flag(self, found: Iterable[Any], wish: str) -> str:
+    def _no_flag(self, found: Iterable[Any], option: str) -> str:
         return (
-            f"{wish} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
+            f"{option} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
             f"{list(FLAGS)} (it has {sorted(map(str, found))}): let step_and_maybe_reset() set one under 'next' (bool, "
-            f"[*batch_size, 1]), or leave {wish} out"
+            f"[*batch_size, 1]), or leave {option} out"
         )
 
 
 class StepLimit(Wrapper):
     """Counts the steps of each environment, and truncates and resets it after ``max_steps``.
 
-    Adds ``"step_count"`` (int64, shape and device of the done flags) to the root and to ``"next"``, and ``"truncated"``
-    where there is none, which is also in ``done_keys`` after the first ``reset``. At the limit, ``"truncated"``, and
-    ``"done"`` if there is one, are True under ``"next"``.
+    Adds ``"step_count"`` (int64, in the shape and on the device of the done flags) to the root and to ``"next"``. Adds
+    ``"truncated"`` if it is missing, also to ``done_keys`` after the first ``reset``. At the limit, ``"truncated"`` and
+    any ``"done"`` are True under ``"next"``.
 
-    The environment is not one of TorchRL's, returns ``"done"``, ``"terminated"`` or ``"truncated"`` under ``"next"``,
-    and, where it is a batch of several, takes a ``"_reset"`` mask in ``reset``.
+    The environment must not be TorchRL's, must return ``"done"``, ``"terminated"`` or ``"truncated"`` under ``"next"``,
+    and if it is a batch of several, its ``reset`` must take a ``"_reset"`` mask.
     """
 
     def __init__(self, environment: Any, max_steps: int) -> None:
@@ -92,10 +92,9 @@ class StepLimit(Wrapper):
         self.max_steps = max_steps
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
-        environment's ``reset``. Raises ValueError: it counts steps already; KeyError: it has no flag of a trajectory's
-        end."""
-        # Read first: the environment may take the mask out.
+        """Begin new trajectories, all or those of td's ``"_reset"`` mask, and set their counters to 0. Raises
+        ValueError: the environment counts steps already; KeyError: it has no done flag."""
+        # Read first, because the environment may remove the mask.
         mask, before = (None, None) if td is None else (td.get("_reset", None), td.get("step_count", None))
         root = environments.reset(self.environment, td, **kwargs)
         if td is None and "step_count" in root.keys():  # noqa: SIM118
@@ -113,7 +112,7 @@ class StepLimit(Wrapper):
         return root.set("step_count", count)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
+        """Step all environments. Raises KeyError: the result has no done flag."""
         output, root = environments.stepped(self.environment, td)
         after = output.get("next")
         ended = self._ended(after, "max_frames_per_traj")
@@ -127,10 +126,10 @@ class StepLimit(Wrapper):
         after.set("step_count", count)
         if "truncated" not in root.keys():  # noqa: SIM118
             root.set("truncated", torch.zeros_like(ended))
-        left = expired & ~ended  # those that it has not reset itself
-        if left.any():
+        not_reset = expired & ~ended  # the environment has reset those that ended by themselves
+        if not_reset.any():
             if self._batch_size.numel() > 1:
-                root = environments.reset_some(self.environment, root, left.reshape(self._batch_size))
+                root = environments.reset_some(self.environment, root, not_reset.reshape(self._batch_size))
             else:
                 root = root.copy().update(environments.reset(self.environment))
         root.set("step_count", torch.where(over.reshape(count.shape), torch.zeros_like(count), count))
@@ -141,29 +140,30 @@ class Primed(Wrapper):
     """Marks the first step of each trajectory, and gives a recurrent policy its first state, as TorchRL's InitTracker
     and TensorDictPrimer do.
 
-    Adds ``"is_init"`` (bool, of the done flags' shape), which is True at the root of a trajectory's first step and else
-    False; and the entries of the primers, which begin with what a primer gives, and go on with what the policy writes
-    under ``"next"``. What the environment has already stays its own.
+    Adds ``"is_init"`` (bool, in the done flags' shape), which is True only at the root of a trajectory's first step.
+    Also adds the primers' entries: a trajectory's first state is the primer's, and each later one is what the policy
+    has written under ``"next"``. Entries that the environment has already are left to it.
 
     Args:
-        primers: each writes first states into a TensorDict of the environment's batch size. TorchRL's do.
+        primers: each writes first states into a TensorDict of the environment's batch size, as TorchRL's primers do.
     """
 
     def __init__(self, environment: Any, primers: Sequence[Any]) -> None:
         super().__init__(environment)
         self._primers = primers
         self.primed_keys: list[Key] = []
-        """Of what it adds; known after the first :meth:`reset`."""
+        """Keys of the added entries, known after the first :meth:`reset`."""
 
     def _first(self, root: TensorDictBase) -> TensorDictBase:
-        """What is to be added to a root at which all trajectories begin."""
+        """The entries to add to a root at which all trajectories begin."""
         first = TensorDict({}, root.batch_size, device=root.device)
         for primer in self._primers:
             primer(first)
         return first.set("is_init", ~self._not_ended(root))
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """New trajectories: all, or those of td's ``"_reset"`` mask, as of :func:`environment.reset_some`."""
+        """Begin new trajectories, all or those of td's ``"_reset"`` mask. Writes first states for all environments, of
+        which :func:`environment.reset_some` takes those of the mask."""
         root = environments.reset(self.environment, td, **kwargs)
         first = self._first(root)
         if td is None:
@@ -172,7 +172,7 @@ class Primed(Wrapper):
         return root.update(first.select(*self.primed_keys))
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
+        """Step all environments. Raises KeyError: the result has no done flag."""
         written = td.get("next", None)
         states = {
             key: td.get(key) if written is None or (value := written.get(key, None)) is None else value

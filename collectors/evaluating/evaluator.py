@@ -139,7 +139,7 @@ class Evaluator(Lifetime):
             NotImplementedError: the backend is "process", and this is not Linux.
             Exception: the worker raised it before it was ready. It keeps its type.
         """
-        if not isinstance(env, str) and (not callable(env) or environments.is_given(env)):
+        if not isinstance(env, str) and (not callable(env) or environments.is_environment_object(env)):
             raise TypeError(
                 f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}, "
                 "because the evaluator's worker makes the environment"
@@ -445,7 +445,7 @@ def keep_result(group: WorkerGroup, requests: dict[Request, bool], results: dequ
             logger.error("an evaluation failed", exc_info=error)
         results.append(request)
     del requests[request]
-    group.nudge()
+    group.recheck_waits()
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

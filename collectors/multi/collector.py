@@ -1,7 +1,7 @@
-"""Collectors with workers: what all of them have, wherever the workers run, and ``MultiCollector``, whose workers are
-processes of this host, one per factory.
+"""Collectors with workers: the base of all of them, and ``MultiCollector``, whose workers are processes of this host,
+one per factory.
 
-No rollout is thrown away, and an error in a worker is raised here. Names and defaults follow TorchRL's "RPCCollector"
+No rollout is thrown away. The collector raises a worker's errors. Names and defaults follow TorchRL's "RPCCollector"
 page and its ``MultiCollector``.
 """
 
@@ -42,7 +42,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
-from asyncsync.collectors.multi.torchrl_private import let_workers_begin
+from asyncsync.collectors.multi.torchrl_private import share_lazy_storage
 from asyncsync.collectors.options import ChoosingMeta, MultiOptions
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
@@ -67,22 +67,22 @@ from asyncsync.schemes.sources import follow_path
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 FAILURE_SECONDS = 1.0
-"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
+"""How long an update waits for a worker's own failure after the bus has reported that the worker is lost."""
 
-OF_WORKERS = (
+WORKER_OPTIONS = (
     "max_frames_per_traj", "reset_at_each_iter", "track_traj_ids", "exploration_type", "set_truncated", "extend_buffer",
     "trust_policy", "compile_policy", "cudagraph_policy", "no_cuda_sync", "pre_collect_hook", "max_lag", "compact_obs",
     "auto_register_policy_transforms", "traj_pool",
 )  # fmt: skip
-"""The options that each worker's collector gets as they are."""
-OF_WRITERS = ("postproc", "split_trajs", "trajs_per_batch", "trajs_per_write")
-"""Those that it gets too if it writes to a replay buffer. Without one, they are for batches of this process."""
+"""Options that each worker's collector gets unchanged."""
+WRITER_OPTIONS = ("postproc", "split_trajs", "trajs_per_batch", "trajs_per_write")
+"""Options that it also gets if it writes to a replay buffer. Without one, this process applies them to its batches."""
 
 
 class GroupCollector(BaseCollector):
-    """A collector with the workers of a group, a driver that makes batches of their rollouts, and calls between two
-    rollouts: what comes from a worker is a copy, and what it raises is raised here. A subclass chooses the group, the
-    schedule, and the scheme that carries weights by default."""
+    """A collector with the workers of a group, and a driver that makes batches of their rollouts. Its methods call
+    workers between two rollouts: they return copies, and raise a worker's errors. A subclass chooses the group, the
+    schedule, and the default scheme for weights."""
 
     acts_elsewhere = True
     num_workers: int
@@ -115,53 +115,53 @@ class GroupCollector(BaseCollector):
             NotImplementedError: this is not Linux.
         """
         super().__init__(options["pre_collect_hook"], options["post_collect_hook"], options["worker_idx"])
-        self.closed = True  # until there is something to close
+        self.closed = True  # as long as there is nothing to close
         check_platform(type(self).__name__)
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
         self.num_workers = count = len(factories)
         check_shared(given["replay_buffer"])
-        self._arguments = self._of_batches(given)
+        self._arguments = self._batch_arguments(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
-        updater, schemes = self._ways_of_weights(policy, given)
-        own = partial_arguments(given["collector_class"])  # perhaps with devices of its own
+        updater, schemes = self._updater_and_schemes(policy, given)
+        own = partial_arguments(given["collector_class"])  # a partial may have devices of its own
         check_devices({name: own.get(name, given[name]) for name in DEVICES}, of_workers=True)
         each_device = zip(*(per_worker(name, given[name], count) for name in DEVICES), strict=True)
-        placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
+        worker_devices = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
         self.policy_device, self.storing_device = (
-            [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
+            [exact_device(d["device"] if d[name] is None else d[name]) for d in worker_devices]
             for name in ("policy_device", "storing_device")
         )
         self.policy = policy
         if policy is None and given["worker_idx"] is not None and policies[0] is not None:
-            self.policy = policies[0]()  # in the middle of a tree: what is received here is passed on from it
+            self.policy = policies[0]()  # in the middle of a tree: for weights that it receives and passes on
         self.extend_buffer = given["extend_buffer"]
         if self.replay_buffer is None:
             self._arguments.postproc = moved_postproc(given["postproc"], self.storing_device[0])
         if given["num_threads"] is not None:
             torch.set_num_threads(given["num_threads"])
-        each_own = self._of_each_worker(given, policy, policies, placed)
-        check_own_schemes([{**partial_arguments(given["collector_class"]), **own} for own in each_own])
+        worker_arguments = self._worker_arguments(given, policy, policies, worker_devices)
+        check_own_schemes([{**partial_arguments(given["collector_class"]), **own} for own in worker_arguments])
         sent = {m: scheme for m, scheme in schemes.items() if not self._acts_beside_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
-            if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
+            if scheme.context is self:  # an open bus keeps its schemes alive, and they must not keep this collector
                 scheme.context = _RegisteredModels(self._registered_model)
         self.group = self._make_group(given["start_method"])
         self._driver = self._driver_class(self, self.group, self._arguments)
         self.closed = False
         self._finalizers = make_finalizers(self, self.group, self._sender_schemes)
         try:
-            self._start_workers(factories, each_own, given)
+            self._start_workers(factories, worker_arguments, given)
         except BaseException:
             self.shutdown()
             raise
 
-    def _of_batches(self, given: Mapping[str, Any]) -> BatchArguments:
+    def _batch_arguments(self, given: Mapping[str, Any]) -> BatchArguments:
         own, buffer = partial_arguments(given["collector_class"]), given["replay_buffer"]
-        seen = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
-        self.track_traj_ids = seen["track_traj_ids"]
-        trajectories = check_trajectories(**seen)
+        effective = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
+        self.track_traj_ids = effective["track_traj_ids"]
+        trajectories = check_trajectories(**effective)
         self._has_fixed_batches = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
         total = frames_or_none("total_frames", given["total_frames"])
@@ -169,12 +169,12 @@ class GroupCollector(BaseCollector):
         if is_list(frames):
             check_length("frames_per_batch", frames, self.num_workers)
             frames = [whole_number(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
-            asked = self._driver_class.frames_of_batch(frames)
+            batch_frames = self._driver_class.frames_of_batch(frames)
         else:
-            asked = whole_number("frames_per_batch", frames, 1)
-            frames = self._driver_class.split(asked, self.num_workers)
+            batch_frames = whole_number("frames_per_batch", frames, 1)
+            frames = self._driver_class.split(batch_frames, self.num_workers)
         if total is not None:
-            rounded_up("total_frames", total, "frames_per_batch", asked)
+            rounded_up("total_frames", total, "frames_per_batch", batch_frames)
         return BatchArguments(
             frames,
             math.inf if total is None else total,
@@ -189,11 +189,11 @@ class GroupCollector(BaseCollector):
             threshold=threshold,
         )
 
-    def _ways_of_weights(
+    def _updater_and_schemes(
         self, policy: Any, given: Mapping[str, Any]
     ) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
-        """The updater and the schemes that bring weights to the workers. Raises TypeError, ValueError: nothing brings
-        weights to workers that need them."""
+        """The updater and the schemes that carry weights to the workers. Raises TypeError, ValueError: workers need
+        weights, but neither carries them."""
         updater, schemes = given["weight_updater"], given["weight_sync_schemes"]
         has_factory = given["policy_factory"] is not None
         if updater is not None and schemes is not None:
@@ -202,16 +202,16 @@ class GroupCollector(BaseCollector):
             updater = make_updater(updater, policy)
         if schemes is None:
             has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
-            are_made_there = has_factory and policy is None and updater is None
-            needs_one = has_weights or are_made_there or isinstance(updater, MultiProcessedWeightUpdater)
-            schemes = {"policy": self._default_scheme()} if needs_one else {}
-        brings_weights = updater is not None or "policy" in schemes
-        if policy is not None and has_factory and not brings_weights:
+            are_made_in_workers = has_factory and policy is None and updater is None
+            needs_scheme = has_weights or are_made_in_workers or isinstance(updater, MultiProcessedWeightUpdater)
+            schemes = {"policy": self._default_scheme()} if needs_scheme else {}
+        carries_weights = updater is not None or "policy" in schemes
+        if policy is not None and has_factory and not carries_weights:
             raise TypeError(
                 "policy and policy_factory exclude each other, unless a scheme sends weights from one to the other: "
                 "pass one of them, or weight_sync_schemes={'policy': …}"
             )
-        if (self.update_at_each_batch or self.max_weight_update_interval > 0) and not brings_weights:
+        if (self.update_at_each_batch or self.max_weight_update_interval > 0) and not carries_weights:
             raise ValueError(
                 "update_at_each_batch and max_weight_update_interval send the policy's weights, but no scheme or "
                 "updater carries them to the workers: pass a policy with parameters or buffers, "
@@ -219,10 +219,14 @@ class GroupCollector(BaseCollector):
             )
         return updater, schemes
 
-    def _of_each_worker(
-        self, given: Mapping[str, Any], policy: Any, policies: Sequence[Any], placed: Sequence[Mapping[str, Any]]
+    def _worker_arguments(
+        self,
+        given: Mapping[str, Any],
+        policy: Any,
+        policies: Sequence[Any],
+        worker_devices: Sequence[Mapping[str, Any]],
     ) -> list[dict[str, Any]]:
-        names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
+        names = WORKER_OPTIONS if self.replay_buffer is None else (*WORKER_OPTIONS, *WRITER_OPTIONS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
         kwargs = per_worker("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
         defaults = defaults_of(MultiOptions)
@@ -230,22 +234,22 @@ class GroupCollector(BaseCollector):
         for worker, own_policy in enumerate(policies):
             own = {
                 **common,
-                **placed[worker],
+                **worker_devices[worker],
                 "frames_per_batch": self._arguments.frames[worker],
                 "create_env_kwargs": kwargs[worker],
                 "policy": policy if own_policy is None else None,
                 "policy_factory": own_policy,
                 "worker_idx": worker,
             }
-            found.append(self._with_options(worker, with_partial(given["collector_class"], own, defaults)))
+            found.append(self._with_own_arguments(worker, with_partial(given["collector_class"], own, defaults)))
         return found
 
     def _start_workers(
-        self, factories: Sequence[Any], each_own: Sequence[dict[str, Any]], given: Mapping[str, Any]
+        self, factories: Sequence[Any], worker_arguments: Sequence[dict[str, Any]], given: Mapping[str, Any]
     ) -> None:
         group, buffer, timeout = self.group, self.replay_buffer, given["connect_timeout"]
         deadline = time.monotonic() + timeout
-        let_workers_begin(buffer)
+        share_lazy_storage(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
             buffer.share()
         common = {
@@ -253,10 +257,10 @@ class GroupCollector(BaseCollector):
             "post_collect_hook": given["post_collect_hook"],
             "init_fn": given["init_fn"],
             "threads": given["num_sub_threads"],
-            "follows": self._announces(),
+            "follows": self._announce_versions(),
             "timeout": timeout,
         }
-        pairs = zip(factories, each_own, strict=True)
+        pairs = zip(factories, worker_arguments, strict=True)
         specifications = [Specification(create_env_fn=factory, arguments=own, **common) for factory, own in pairs]
         group.start([pickled(one) for one in specifications], self._sender_schemes, buffer)
         self._wait_until_built(deadline)
@@ -265,31 +269,31 @@ class GroupCollector(BaseCollector):
             self._worker_devices[index] = info.devices
             self._check_dims(info.dims)
         self._connect(deadline)
-        if given["weight_recv_schemes"] is not None:  # what comes is passed on at once
+        if given["weight_recv_schemes"] is not None:  # after the workers' connection: weights are passed on at once
             self.register_scheme_receiver(given["weight_recv_schemes"])
 
     def _wait_until_built(self, deadline: float) -> None:
-        infos, everybody = self.group.infos, range(self.num_workers)
+        infos, all_workers = self.group.infos, range(self.num_workers)
 
         def late() -> str:
             return (
-                f"workers {[worker for worker in everybody if worker not in infos]} of this {type(self).__name__} were "
-                "not ready in time: pass a longer connect_timeout, if importing libraries and making environments "
+                f"workers {[worker for worker in all_workers if worker not in infos]} of this {type(self).__name__} "
+                "were not ready in time: pass a longer connect_timeout, if importing libraries and making environments "
                 "takes longer"
             )
 
         self.group.wait(lambda: len(infos) == self.num_workers, max(0.0, deadline - time.monotonic()), late)
 
     def _connect(self, deadline: float) -> None:
-        """Connect both sides at the same time. When the workers fail, this side's attempt is ended."""
+        """Connect this side while the workers connect theirs. If a worker fails, end this side's attempt."""
         group, name = self.group, "asyncsync-collector-connect"
 
         def left() -> float:
             return max(0.0, deadline - time.monotonic())
 
         def ended(sending: asyncio.Future[None]) -> None:
-            sending.exception()  # retrieved: whoever fails first is raised
-            group.nudge()
+            sending.exception()  # retrieved, because a worker's failure may be raised instead
+            group.recheck_waits()
 
         async def both() -> None:
             sending = asyncio.ensure_future(run_in_thread(name, lambda: self._connect_senders(left())))
@@ -312,17 +316,17 @@ class GroupCollector(BaseCollector):
         return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
 
     def _default_scheme(self) -> Any:
-        """What brings the policy's weights to the workers if no scheme is given."""
+        """The scheme for the policy's weights if the user gives none."""
         return SharedMemWeightSyncScheme()
 
-    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a worker's collector, with those that were given for that one alone."""
+    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A worker's arguments, with those that the user gave for this worker alone."""
         return arguments
 
     def _check_results(
         self, cat_results: str | int | None, preemptive_threshold: float | None
     ) -> tuple[int | None, float]:
-        """The dimension and the threshold of the batches, by arguments that only a synchronous collector supports."""
+        """The dimension and the threshold of batches. Only a synchronous collector supports these arguments."""
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):
@@ -330,7 +334,7 @@ class GroupCollector(BaseCollector):
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
-        """Batch dimensions of a worker's environment."""
+        """Check the number of batch dimensions of a worker's environment (None: the worker has none of its own)."""
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -370,7 +374,7 @@ class GroupCollector(BaseCollector):
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         for worker in range(self.num_workers):
             [seed] = self.group.ask("set_seed", seed, static_seed, workers=[worker], timeout=timeout)
-        self._driver.break_trajectories_off()
+        self._driver.drop_broken_trajectories()
         return seed
 
     def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = ANSWER_SECONDS) -> None:
@@ -388,7 +392,7 @@ class GroupCollector(BaseCollector):
             check_length("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
         self.group.ask("reset", workers=chosen, timeout=timeout)
-        self._driver.break_trajectories_off()
+        self._driver.drop_broken_trajectories()
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         states = self.group.ask("state_dict", timeout=timeout)
@@ -396,7 +400,7 @@ class GroupCollector(BaseCollector):
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        batch = self._driver.together(self.group.ask("fake_tensordict", timeout=timeout))
+        batch = self._driver.combine(self.group.ask("fake_tensordict", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     def load_state_dict(
@@ -406,16 +410,16 @@ class GroupCollector(BaseCollector):
         state, names = state_dict, [f"worker{worker}" for worker in range(self.num_workers)]
         if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state]):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
-        # First, as each worker begins new trajectories when it loads.
-        next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
+        # First, because each worker begins new trajectories when it loads.
+        next_ids = [int(pool["traj_id"]) for pool in find_parts(state, "traj_pool")]
         self.group.page.advance_trajectories(0, max(next_ids, default=0))
         there = [name for name in names if name in state]
         for name in there:
             self.group.ask("load_state_dict", state[name], strict, workers=[names.index(name)], timeout=timeout)
-        self._driver.break_trajectories_off()
+        self._driver.drop_broken_trajectories()
         self._driver.frames = state.get("frames", self._driver.frames)
         self._driver.count = state.get("iter", self._driver.count)
-        policies = [policy for name in there for policy in parts_of(state[name], "policy_state_dict")]
+        policies = [policy for name in there for policy in find_parts(state[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = (
             bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
@@ -438,7 +442,7 @@ class GroupCollector(BaseCollector):
     # -- as a worker --------------------------------------------------------------------------------------------------
 
     def become_worker(self, signals: Signals, allocate: Callable[[Any], TensorDictBase | None]) -> None:
-        self._signals = signals  # the batches are its own workers', which are attached themselves
+        self._signals = signals  # not the sink: batches lie in the slots of this collector's own workers
 
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         self._driver.random = random
@@ -464,13 +468,13 @@ class GroupCollector(BaseCollector):
         )
 
     def _acts_beside_workers(self, model_id: str) -> bool:
-        # Batches are postprocessed here, unless workers write them to a replay buffer.
+        # This process postprocesses batches, unless workers write them to a replay buffer.
         return self.postproc is not None and belongs_to("postproc", model_id)
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def _check_receives(self, model_id: str) -> None:
-        """Raises ValueError: a model of this name that is received here would reach none of the workers."""
+        """Raises ValueError: weights that this collector receives under this name would not reach its workers."""
         is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
         if not is_passed_on and not self._is_own(model_id):
             raise ValueError(
@@ -479,7 +483,7 @@ class GroupCollector(BaseCollector):
             )
 
     def _is_own(self, model_id: str) -> bool:
-        """Whether a model that is here is no copy of the workers'."""
+        """Whether this collector has a model of this name that is not a copy of the workers'."""
         if belongs_to("policy", model_id):
             return False
         try:
@@ -490,7 +494,7 @@ class GroupCollector(BaseCollector):
 
     def _apply_given(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:
-            self._acting_model("policy")  # raises: nothing would bring them to the workers
+            self._acting_model("policy")  # raises UnknownModel, because nothing would carry the weights to the workers
         if given is not None and isinstance(self.policy, nn.Module):
             self.acting_weights.apply(prepared_copy(self.policy, given).apply_now)
         self.update_policy_weights_(given)
@@ -499,8 +503,7 @@ class GroupCollector(BaseCollector):
         return set().union(*self._worker_devices.values())
 
     async def _raise_worker_failure(self, error: PartialSendError) -> None:
-        """Raises what has ended a worker that the update has not reached: its own exception, or how its process
-        ended."""
+        """If an update failed because a worker is lost, raise the worker's own error, or how its process ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return
         try:
@@ -517,8 +520,8 @@ class GroupCollector(BaseCollector):
         return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.origin()[0])
 
     def increment_version(self) -> None:
-        """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the
-        new version into their frames from now on."""
+        """Add one to the policy's version, for weights that reach the workers without a scheme. Workers write the new
+        version into their frames from now on."""
         self.group.page.count()
 
     def _versions(self) -> dict[str, Any]:
@@ -528,32 +531,32 @@ class GroupCollector(BaseCollector):
         own = versions["own"]
         if is_sent:
             self._senders.restore_versions(versions["sent"])
-        else:  # workers keep the number that came with their weights: the rest is counted here
+        else:  # workers keep the version that came with their weights, and the collector counts the difference
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
         self.group.page.counted = max(self.group.page.counted, own)
 
-    def _announces(self) -> bool:
-        """Have each version announced to the workers that it is for, and counted as their update, as soon as they are
-        to have it. False, and not announced: several buses count versions."""
-        # Not the collector, nor what may refer to it: the open bus would keep it alive.
-        page, updated, buses = self.group.page, weakref.WeakMethod(self._driver.updated), self._senders.buses
-        everybody = range(self.num_workers)
+    def _announce_versions(self) -> bool:
+        """Have each published version noted as an update of the workers that it is for, and written to the control
+        page. Returns False, and writes nothing there, if there is not just one bus, because each counts versions."""
+        # The function below must not refer to the collector, which an open bus would then keep alive.
+        page, note_update, buses = self.group.page, weakref.WeakMethod(self._driver.note_update), self._senders.buses
+        all_workers = range(self.num_workers)
         is_one = len(buses) == 1
 
         def announce(version: int, workers: list[int] | None) -> None:
-            if (note := updated()) is not None:
+            if (note := note_update()) is not None:
                 note(workers)
             if is_one:
-                page.publish(version, everybody if workers is None else workers)
+                page.publish(version, all_workers if workers is None else workers)
 
         for bus in buses:
             bus.on_published = announce
         return is_one
 
     def _on_published(self, version: int) -> None:
-        if not self._senders.buses:  # nothing is sent that would tell the workers of it
+        if not self._senders.buses:  # no message tells the workers of the version
             self.group.page.count()
-            self._driver.updated(None)
+            self._driver.note_update(None)
 
     def _pass_versions_on(self) -> None:
         super()._pass_versions_on()
@@ -562,7 +565,7 @@ class GroupCollector(BaseCollector):
     def follow_versions(self, place: Any, index: int = 0) -> None:
         # This collector's workers read the page of the tree's root.
         if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
-            place = None  # some updates end here
+            place = None  # some updates are not passed on to the workers
         self.group.follow(place, index)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -583,7 +586,7 @@ class GroupCollector(BaseCollector):
                     finalizer()
             self._end_weights(max(0.5, deadline - time.monotonic()))
             self._driver.close()
-            self.group.close()
+            self.group.page.close()
         self.raise_background_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
@@ -726,10 +729,10 @@ class MultiAsyncCollector(MultiCollector):
     _driver_class = AsyncDriver
 
 
-def parts_of(state: Mapping[str, Any], part: str) -> list[Any]:
-    """This part of a collector's state and of the states of its workers."""
+def find_parts(state: Mapping[str, Any], part: str) -> list[Any]:
+    """All parts of this name in a collector's state and, recursively, in its workers' states."""
     own = [state[part]] if part in state else []
-    return own + [one for name, below in state.items() if name.startswith("worker") for one in parts_of(below, part)]
+    return own + [one for name, below in state.items() if name.startswith("worker") for one in find_parts(below, part)]
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -745,11 +748,11 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def policies_of_workers(policy: Any, policy_factory: Any, count: int) -> list[Any]:
-    """What makes each worker's policy; None: it is the collector's. Raises TypeError, ValueError."""
+    """Each worker's policy factory; None: the worker gets the collector's policy. Raises TypeError, ValueError."""
     policies = per_worker("policy_factory", policy_factory, count)
     for index, factory in enumerate(policies):
         check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
-    if policy_factory is None:  # else policy is the source of weights only
+    if policy_factory is None:  # else the policy is only the source of weights
         check_policy(policy)
         if policy is not None and not callable(policy):
             raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
@@ -757,7 +760,7 @@ def policies_of_workers(policy: Any, policy_factory: Any, count: int) -> list[An
 
 
 def check_shared(replay_buffer: Any) -> None:
-    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
+    """Raises TypeError: each worker would fill its own copy, which no other process sees."""
     if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
         return
     if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
@@ -769,7 +772,7 @@ def check_shared(replay_buffer: Any) -> None:
 
 
 def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError: several workers with workers of their own would send by the same scheme, from one address."""
+    """Raises ValueError: several workers would send to their own workers by one scheme, from one address."""
     given = [found for one in arguments for found in (one.get("weight_sync_schemes") or {}).items()]
     moving = [(m, scheme) for m, scheme in given if not isinstance(scheme, NoSyncCore)]
     for model_id, scheme in moving:
@@ -784,7 +787,7 @@ def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
 def make_finalizers(
     collector: object, group: WorkerGroup, schemes: Mapping[str, Any]
 ) -> tuple[Callable[[], object], ...]:
-    """The ends of a collector that is forgotten, and of a program without shutdown(). Returns what cancels them."""
+    """End the collector when it is garbage-collected or the program exits. Returns functions that cancel this."""
 
     def end() -> None:
         if not group.is_ours:
@@ -793,13 +796,13 @@ def make_finalizers(
         shut_down_all(schemes.values(), 1.0)
         at_exit.cancel()
 
-    # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
+    # At exit, multiprocessing joins workers, which are no daemons. This runs before, and before the bus's finalizer.
     at_exit = Finalize(None, end, exitpriority=20)
 
     def forgotten() -> None:
-        # Garbage is collected in any thread, between any two lines: no place to wait.
+        # Garbage is collected in any thread, between any two lines, so this must not wait.
         if group.is_ours:
-            group.page.stop()  # before the places go, which a worker may be about to open
+            group.page.stop()  # before the slots go, which a worker may be about to open
             threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
 
     forget = weakref.finalize(collector, forgotten)

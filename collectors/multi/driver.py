@@ -1,9 +1,9 @@
-"""Driver: how the batches of a collector with workers are made, by one of two schedules, and how callers get them.
+"""Driver: makes the batches of a collector with workers, by one of two schedules, and gives them to callers.
 
-Only the process's loop thread requests rollouts and takes results: :meth:`Driver.produce` is a coroutine there, in
-whatever thread or event loop a caller wants the batch. So Ctrl-C cancels it only where it awaits something, and the
-next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it. Where
-workers run free, a task there does the same without a caller.
+Only the process's loop thread requests rollouts and takes results. :meth:`Driver.produce` is a coroutine there, in
+whatever thread or event loop a caller waits for the batch. So Ctrl-C can cancel it only where it awaits something, and
+the next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it. When
+workers run free, a task on the loop thread does the driver's work without a caller.
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, check_not_p
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
-from asyncsync.collectors.workers.shared_batches import Batch, Places
-from asyncsync.collectors.workers.worker import FREE
+from asyncsync.collectors.workers.shared_batches import Batch, SlotPool
+from asyncsync.collectors.workers.worker import NEVER_CUT
 from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import run_in_thread
 
 logger = logging.getLogger("asyncsync")
 
-AHEAD = 2
-"""Rollouts that a worker which runs free is asked for at a time, so that it never waits for the next request."""
+REQUESTS_AHEAD = 2
+"""Rollouts requested at a time from a worker that runs free, so that it never waits for the next request."""
 
 
 @dataclass
 class BatchArguments:
-    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end. The rollouts of a synchronous batch lie one
-    after another along ``dim`` (None: they are stacked); when ``threshold``, a fraction of them, are done, the others
-    are cut. ``writes_trajectories``: workers write whole ones into the replay buffer, so that rollouts differ in
-    frames."""
+    """A collector's arguments about batches, checked.
+
+    Attributes:
+        frames: of each worker's rollouts.
+        total_frames: math.inf if collection has no end.
+        writes_trajectories: workers write whole trajectories into the replay buffer, so their rollouts differ in
+            frames.
+        dim: the dimension along which a synchronous batch concatenates rollouts. None: it stacks them.
+        threshold: the fraction of rollouts after which a synchronous batch cuts the others.
+    """
 
     frames: list[int]
     total_frames: float
@@ -69,103 +74,103 @@ class BatchArguments:
 
 
 class Caller:
-    """Who wants the next batch.
+    """A caller that wants the next batch.
 
     Attributes:
         thread: the identifier of its thread.
-        has_turn: whether the others wait for this one.
-        begins: whether what is raised from now on ends collection.
-        made: its batch, from when that is there to when it is handed out.
-        is_served: whether another thread processes the batch for it.
-        is_gone: whether it waits for nothing more.
+        has_turn: whether other callers wait for this one.
+        error_ends_collection: whether an error of its call ends collection. True once its turn has come.
+        made: its batch, until it is handed out.
+        is_being_processed: whether another thread processes the batch for this caller.
+        is_gone: whether it no longer waits for a batch.
     """
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.has_turn = self.begins = self.is_served = self.is_gone = False
+        self.has_turn = self.error_ends_collection = self.is_being_processed = self.is_gone = False
         self.made: Batch | None = None
 
 
 class Driver(ABC):
-    """Requests rollouts of the workers, and makes batches of them. What a worker or postproc raises shuts ``collector``
-    down.
+    """Requests rollouts of the workers, and makes batches of them. An error of a worker or of postproc shuts
+    ``collector`` down.
 
     Attributes:
         frames: collected so far.
         count: batches before the newest one; -1: there was none.
-        random: for a collector that is a worker: whether its trainer wants the policy left out.
-        busy: for each worker, the batch of its rollout that nobody has taken yet.
-        left: batches of callers that were interrupted.
-        background_error: what has ended workers that ran free, until it was raised.
+        random: in a collector that is a worker: whether its trainer wants random actions instead of the policy's.
+        under_way: by worker, the batch to which its requested rollout belongs, until the driver takes the result.
+        leftover: batches of callers that were interrupted. The next callers get them.
+        background_error: the error that has ended collection in the background, until it is raised.
     """
 
-    _places: list[Places]  # where batches come to lie
+    _pools: list[SlotPool]
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
         self.random: bool | None = False
-        self.busy: dict[int, Batch] = {}
-        self.left: deque[Batch] = deque()
+        self.under_way: dict[int, Batch] = {}
+        self.leftover: deque[Batch] = deque()
         self.background_error: BaseException | None = None
         self._free: asyncio.Task[None] | None = None
-        self._reported: BaseException | None = None  # the last one that was background_error
-        self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
+        self._reported: BaseException | None = None  # the latest background_error
+        self._collector: BaseCollector = weakref.proxy(collector)  # not kept alive: a forgotten collector ends
         self._name = type(collector).__name__
         self.group = group
         self._arguments = arguments
         self._serial = 0
-        self._made: Batch | None = None
-        self._batches_since = [0] * len(arguments.frames)  # each worker's weights
+        self._undelivered: Batch | None = None
+        self._batches_since_update = [0] * len(arguments.frames)  # of each worker
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
         self._callers: set[Caller] = set()
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
 
-    # -- how frames are shared among the workers ----------------------------------------------------------------------
+    # -- how the workers share a batch's frames -----------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
     def frames_of_batch(frames: list[int]) -> int:
-        """Frames of a batch, for these frames of each worker's rollouts."""
+        """The frames of a batch, from the frames of each worker's rollouts."""
 
     @staticmethod
     @abstractmethod
     def split(frames: int, count: int) -> list[int]:
-        """Frames of the rollouts of each of so many workers, for these frames per batch."""
+        """The frames of each worker's rollouts, from the frames of a batch and the number of workers."""
 
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
     @abstractmethod
     async def produce(self) -> Batch:
-        """The next batch. Cancelled, it leaves everything as it is for the next call."""
+        """The next batch. If it is cancelled, the next call goes on from there."""
 
-    async def _serve(self, caller: Caller) -> None:
-        """The next batch for this caller, first come, first served; None at the end. A caller whose batch takes long to
-        process keeps the turn until :meth:`_leave`."""
+    async def _fetch_batch(self, caller: Caller) -> None:
+        """Give the caller the next batch, or None at the end. Callers take turns in the order of their calls. If the
+        batch takes long to process, the caller keeps its turn until :meth:`_end_call`."""
         if self._free is not None:
-            self._is_over()  # raises: the turn may come when all frames are collected, or never
+            self._is_over()  # raises: the turn may never come, or only when all frames are collected
         await self._turn.acquire()
         try:
             if self._is_over():
                 return
-            caller.begins = True
-            caller.made = made = self.left.popleft() if self.left else await self.produce()
+            caller.error_ends_collection = True
+            caller.made = made = self.leftover.popleft() if self.leftover else await self.produce()
             arguments = self._arguments
-            in_one_piece = made.value is not None or len(made.results) == 1 or made.is_complete
-            takes_long = not made.is_finished and (arguments.processes or not in_one_piece)
-            # Trajectories are taken in order, one caller after another.
+            is_in_one_piece = made.value is not None or len(made.results) == 1 or made.is_complete
+            takes_long = not made.is_finished and (arguments.processes or not is_in_one_piece)
+            # Callers take trajectories one after another, in order.
             caller.has_turn = arguments.trajectories is not None or takes_long
         finally:
             if not caller.has_turn:
                 self._turn.release()
-            if caller.is_gone:  # its loop was closed just now
-                self._give_up(caller)
+            if caller.is_gone:  # its event loop was closed just now
+                self._hand_back(caller)
 
     def _is_over(self) -> bool:
-        """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
-        meanwhile; ClosedError: it was shut down before, or this is a forked process."""
-        is_running = self._free is not None
-        if not is_running and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
+        """Whether all batches were handed out; also after shutdown(). Raises RuntimeError: workers run free;
+        ClosedError: the collector was shut down before, or this is a forked process."""
+        is_running, has_all_frames = self._free is not None, self.frames >= self._arguments.total_frames
+        if has_all_frames and not is_running and self._undelivered is None and not self.leftover:
             return True
         self.group.check()
         if is_running:
@@ -174,82 +179,81 @@ class Driver(ABC):
 
     def _request(self, worker: int, batch: Batch, frames_before: int) -> None:
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
-        self.busy[worker] = batch
+        self.under_way[worker] = batch
         self.group.request(worker, self._serial, random, batch.lease)
 
-    def _done(self, places: Places, batch: Batch, results: list[RolloutResult]) -> Batch:
-        """The batch with these rollouts, counted."""
+    def _complete(self, pool: SlotPool, batch: Batch, results: list[RolloutResult]) -> Batch:
+        """Add its results to a batch, and count it."""
         batch.results = results
         batch.in_place = all(result.in_place for result in results)
         self.frames += sum([result.frames for result in results])
         self.count += 1
         for result in results:
-            self._batches_since[result.worker] += 1
-        batch.is_finished = self._arguments.replay_buffer is not None  # the workers have written it there
+            self._batches_since_update[result.worker] += 1
+        batch.is_finished = self._arguments.replay_buffer is not None  # to which the workers have written it
         if not batch.is_finished:
-            places.learn(batch)
+            pool.adapt(batch)
         return batch
 
-    def _is_due(self, worker: int) -> bool:
-        interval = self._arguments.max_weight_update_interval
-        return self._arguments.update_at_each_batch or 0 < interval <= self._batches_since[worker]
-
-    async def _update(self, workers: list[int] | None) -> None:
-        group = self.group
-        before = [group.incarnation(worker) for worker in range(len(self._batches_since))]
+    async def _update_if_due(self, workers: list[int] | None) -> None:
+        """Send the policy's weights to these workers (None: all) if one of them is due for an update."""
+        arguments, batches, group = self._arguments, self._batches_since_update, self.group
+        most = max(batches if workers is None else [batches[worker] for worker in workers])
+        if not (arguments.update_at_each_batch or 0 < arguments.max_weight_update_interval <= most):
+            return
+        before = [group.incarnation(worker) for worker in range(len(batches))]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
-        except PartialSendError as error:  # unless those that are missing come again, with the newest weights
+        except PartialSendError as error:  # except for workers that are launched again: they get the newest weights
             if any(before[one] is not None and group.incarnation(one) == before[one] for one in error.failed):
                 raise
         except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
             raise RuntimeError(f"an updater raised {error!r}") from error
-        self.updated(workers)
+        self.note_update(workers)
 
-    def updated(self, workers: list[int] | None) -> None:
-        """Note that these workers (None: all) have the newest weights."""
-        for worker in range(len(self._batches_since)) if workers is None else workers:
-            self._batches_since[worker] = 0
+    def note_update(self, workers: list[int] | None) -> None:
+        """Note that these workers (None: all) get the newest weights."""
+        for worker in range(len(self._batches_since_update)) if workers is None else workers:
+            self._batches_since_update[worker] = 0
 
-    # -- iteration, wherever batches are wanted -----------------------------------------------------------------------
+    # -- iteration, in any thread or event loop -----------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until there are no more."""
-        while not self._is_in_vain():
+        while not self._is_known_over():
             caller = Caller()
             if any(other.thread == caller.thread for other in list(self._callers)):
-                # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
+                # A coroutine of this thread's event loop waits for a batch, or this thread is in the middle of one.
                 raise RuntimeError(
                     f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
                     "cancel that task and await its end"
                 )
             try:
                 self._callers.add(caller)
-                loop_thread.run(partial(self._serve, caller))
+                loop_thread.run(partial(self._fetch_batch, caller))
                 if caller.made is None:
                     return
                 found = [self._finished(caller.made)]
                 caller.made = None
             except Exception:
-                if caller.begins:  # documented: collection stops
+                if caller.error_ends_collection:  # documented: collection stops
                     self._collector.shutdown()
                 raise
             finally:
                 try:
-                    self._leave(caller)
+                    self._end_call(caller)
                 except BaseException:  # Ctrl-C
-                    self._leave(caller)
+                    self._end_call(caller)
                     raise
             if found[0] is not None or self._arguments.trajectories is None:
-                yield found.pop()  # not kept here: its memory is free when the user lets go of it
+                yield found.pop()  # not kept here, so that its memory is free when the user drops it
 
     async def next_async(self) -> TensorDictBase | None:
         """The next batch. Raises StopAsyncIteration at the end."""
-        while not self._is_in_vain():
+        while not self._is_known_over():
             caller = Caller()
             try:
                 self._callers.add(caller)
-                await loop_thread.run_async(partial(self._serve, caller))
+                await loop_thread.run_async(partial(self._fetch_batch, caller))
                 if (made := caller.made) is None:
                     break
                 if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
@@ -259,45 +263,44 @@ class Driver(ABC):
                 if batch is not None or self._arguments.trajectories is None:
                     return batch
             except Exception:
-                if caller.begins:
+                if caller.error_ends_collection:
                     await self._collector.shutdown_elsewhere()
                 raise
             finally:
                 try:
-                    self._leave(caller)
+                    self._end_call(caller)
                 except BaseException:  # Ctrl-C
-                    self._leave(caller)
+                    self._end_call(caller)
                     raise
         raise StopAsyncIteration
 
-    def _is_in_vain(self) -> bool:
-        """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
-        itself pauses the workers that it would wait for, or frames go to the replay buffer; ClosedError: after the end,
-        or in a forked process."""
+    def _is_known_over(self) -> bool:
+        """Whether it is certain here that there are no more batches. If not, ask the loop thread, because another
+        caller may still hand back the last batch. Raises as :meth:`_is_over`, and RuntimeError: the caller itself has
+        paused the workers."""
         if self._pauses:
             check_not_paused_here(self._name, self._pauses)
-        # Else another caller may still leave the last batch to this one.
-        is_told_here = self._free is not None or self._collector.closed or not self.group.is_ours
-        return is_told_here and self._is_over()
+        is_certain = self._free is not None or self._collector.closed or not self.group.is_ours
+        return is_certain and self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
         """The batch of its rollouts."""
-        return made.shared() if made.is_complete else self.together(made.parts())
+        return made.from_slot() if made.is_complete else self.combine(made.parts())
 
     def _finish_for(self, caller: Caller, made: Batch) -> None:
-        """Finish the batch of a coroutine, whose loop may be closed meanwhile."""
-        caller.is_served = True
+        """Finish the batch of a coroutine in another thread. The coroutine's loop may be closed meanwhile."""
+        caller.is_being_processed = True
         try:
             if not caller.is_gone:
                 self._finished(made)
         finally:
-            caller.is_served = False
+            caller.is_being_processed = False
             if caller.is_gone:
-                self._leave(caller)
+                self._end_call(caller)
 
     def _finished(self, made: Batch) -> TensorDictBase | None:
-        """The batch, assembled and processed by the user's code. An interruption leaves it to the next caller, unless
-        it strikes the user's code."""
+        """The batch, assembled and processed by the user's code. After an interruption, the next caller gets it, unless
+        the interruption strikes in the user's code."""
         if made.is_finished:
             return made.value
         if made.value is None:
@@ -312,27 +315,27 @@ class Driver(ABC):
                         whole.take(made.value)
                         made.value = whole.pop()
                         while (more := whole.pop()) is not None:
-                            self.left.append(Batch(value=more, is_finished=True))
+                            self.leftover.append(Batch(value=more, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
         made.is_lost = False
         return made.value
 
-    def _leave(self, caller: Caller) -> None:
-        """The caller has its batch, or leaves it to the next one. From any thread. Idempotent."""
+    def _end_call(self, caller: Caller) -> None:
+        """End the call: the caller has its batch, or hands it back. From any thread. Idempotent."""
         self._callers.discard(caller)
         caller.is_gone = True
-        if not caller.is_served and (caller.has_turn or caller.made is not None):
-            self.group.call_soon(self._give_up, caller)
+        if not caller.is_being_processed and (caller.has_turn or caller.made is not None):
+            self.group.call_soon(self._hand_back, caller)
 
-    def _give_up(self, caller: Caller) -> None:
-        """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
+    def _hand_back(self, caller: Caller) -> None:
+        """Leave a caller's batch to the next caller, and end its turn. On the loop thread, where no Ctrl-C strikes."""
         made, caller.made = caller.made, None
         whole = self._arguments.trajectories
         if made is not None and not made.is_lost:
-            add = self.left.append if whole is None else self.left.appendleft
-            add(made)  # before those that its rollout has made beside it
+            add = self.leftover.append if whole is None else self.leftover.appendleft
+            add(made)  # with trajectories, before further batches of the same rollout
         elif made is not None and whole is not None and made.value is not None:
             whole.lose_rollout(made.value.get(IDS, None))
         if caller.has_turn:
@@ -342,7 +345,7 @@ class Driver(ABC):
     # -- running free, pauses, and the end ----------------------------------------------------------------------------
 
     def run_free(self) -> None:
-        """Have the workers collect into the replay buffer until there are enough frames."""
+        """Make the workers collect into the replay buffer until all frames are collected."""
 
         async def begin() -> None:
             if self._free is None:
@@ -364,57 +367,56 @@ class Driver(ABC):
         except Exception as error:
             failure = error if group.failure is None else group.failure
             is_the_end = group.ending and failure is error
-            if not is_the_end and failure is not self._reported:  # nobody may be waiting for the frames
+            if not is_the_end and failure is not self._reported:  # logged, because no caller may be waiting
                 logger.error("an error ended collection in the background", exc_info=failure)
                 self.background_error = self._reported = failure
         finally:
             self._free = None
 
     async def _roll_free(self) -> None:
-        """Have the workers roll out into the replay buffer until there are enough frames. Frames that were collected or
-        requested before count."""
+        """Make the workers roll out into the replay buffer until all frames are collected. Earlier ones count."""
         arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
-        batch = self._free_batch()
-        begun = [0 for _ in workers]
-        under_way = [int(worker in self.busy) for worker in workers]  # also those whose results nobody has taken
+        round_frames = self._frames_of_free_round()
+        rounds = [0 for _ in workers]
+        requested = [int(worker in self.under_way) for worker in workers]  # rollouts whose results were not taken
 
         def take(result: RolloutResult) -> None:
             self.frames += result.frames
-            under_way[result.worker] -= 1
+            requested[result.worker] -= 1
 
-        def requested() -> int:
-            return self.frames + sum(n * frames for n, frames in zip(under_way, arguments.frames, strict=True))
+        def expected_frames() -> int:
+            return self.frames + sum(n * frames for n, frames in zip(requested, arguments.frames, strict=True))
 
-        def go_on(worker: int) -> None:
-            while under_way[worker] < AHEAD:
-                # In step, a worker counts as if all others had begun as many rollouts as it has itself.
-                before = requested() if batch is None else begin + begun[worker] * batch
+        def request(worker: int) -> None:
+            while requested[worker] < REQUESTS_AHEAD:
+                # With rounds, a worker counts as if all others had begun as many rollouts as it has itself.
+                before = expected_frames() if round_frames is None else start + rounds[worker] * round_frames
                 if before >= arguments.total_frames:
                     return
-                group.request(worker, FREE, before < arguments.init_random_frames)
-                under_way[worker] += 1
-                begun[worker] += 1
+                group.request(worker, NEVER_CUT, before < arguments.init_random_frames)
+                requested[worker] += 1
+                rounds[worker] += 1
 
-        await group.until(lambda: True)  # raises what has ended collection before
+        await group.until(lambda: True)  # raises the error that has ended collection before
         while group.results:
             take(group.results.popleft())
-        begin = requested()
+        start = expected_frames()
         for worker in workers:
-            go_on(worker)
-        while any(under_way):
-            result = await group.next_result()
+            request(worker)
+        while any(requested):
+            result = (await group.until(lambda: group.results)).popleft()
             take(result)
-            go_on(result.worker)
-        self.busy = {}  # these rollouts have been counted
+            request(result.worker)
+        self.under_way = {}  # these rollouts have been counted
 
-    def _free_batch(self) -> int | None:
-        """Frames of one rollout of every worker, if each does as many as the others when they run free; None: each
-        begins a rollout whenever frames are missing."""
+    def _frames_of_free_round(self) -> int | None:
+        """Frames of a round, with one rollout of every worker, if all workers do the same number of rollouts when they
+        run free. None: each worker begins a rollout whenever frames are missing."""
         return None
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
-        """A block of a thread, by its identifier, or of a task, in which no worker steps."""
+        """A block in which no worker steps. Its owner is a thread, by its identifier, or a task."""
         self._collector.raise_background_error()
         group, workers = self.group, range(len(self._arguments.frames))
         group.check()
@@ -422,7 +424,7 @@ class Driver(ABC):
             self._pauses.append(owner)
             group.pause()
         try:
-            group.wait(lambda: group.stand_still(workers), ANSWER_SECONDS)
+            group.wait(lambda: group.have_paused(workers), ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
@@ -431,24 +433,24 @@ class Driver(ABC):
                     group.resume()
 
     @abstractmethod
-    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
-        """A batch with these parts, one of each worker."""
+    def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        """A batch of these parts, one of each worker."""
 
-    def break_trajectories_off(self) -> None:
-        """Environments were reset: leave out trajectories that were not handed out yet."""
+    def drop_broken_trajectories(self) -> None:
+        """After a reset of environments: drop trajectories that were not handed out yet."""
         if (whole := self._arguments.trajectories) is not None:
             whole.clear()
-            for made in [self.left.popleft() for _ in range(len(self.left))]:
+            for made in [self.leftover.popleft() for _ in range(len(self.leftover))]:
                 if not made.is_finished:
-                    self.left.append(made)
+                    self.leftover.append(made)
 
     def close(self) -> None:
-        """After the workers' end: drop what was under way, and all places."""
-        for places in self._places:
-            places.arrange(None)
-        self._made = None
-        self.left.clear()
-        self.busy = {}
+        """After the workers' end: drop batches under way, and all slots."""
+        for pool in self._pools:
+            pool.use(None)
+        self._undelivered = None
+        self.leftover.clear()
+        self.under_way = {}
 
 
 class AsyncDriver(Driver):
@@ -464,30 +466,29 @@ class AsyncDriver(Driver):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._places = [self.group.places([worker], -1) for worker in range(len(self._arguments.frames))]
+        self._pools = [self.group.slot_pool([worker], -1) for worker in range(len(self._arguments.frames))]
 
     async def produce(self) -> Batch:
-        if self._made is None:
-            for worker in range(len(self._places)):
-                self._ask_if_wanted(worker)
-            result = await self.group.next_result()
+        if self._undelivered is None:
+            for worker in range(len(self._pools)):
+                self._request_if_needed(worker)
+            result = (await self.group.until(lambda: self.group.results)).popleft()
             worker = result.worker
-            self._made = self._done(self._places[worker], self.busy.pop(worker), [result])
-        worker = self._made.results[0].worker
-        if self._is_due(worker):
-            await self._update([worker])
-        self._ask_if_wanted(worker)
-        made, self._made = self._made, None
+            self._undelivered = self._complete(self._pools[worker], self.under_way.pop(worker), [result])
+        worker = self._undelivered.results[0].worker
+        await self._update_if_due([worker])
+        self._request_if_needed(worker)
+        made, self._undelivered = self._undelivered, None
         return made
 
-    def _ask_if_wanted(self, worker: int) -> None:
-        # Frames of all rollouts so far, and of those under way if they are not cut.
-        frames = self.frames + sum([self._arguments.frames[other] for other in self.busy])
-        if worker not in self.busy and frames < self._arguments.total_frames:
+    def _request_if_needed(self, worker: int) -> None:
+        # Rollouts under way count in full, even if they are cut.
+        frames = self.frames + sum([self._arguments.frames[other] for other in self.under_way])
+        if worker not in self.under_way and frames < self._arguments.total_frames:
             self._serial += 1
-            self._request(worker, self._places[worker].take(), frames)
+            self._request(worker, self._pools[worker].take(), frames)
 
-    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+    def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
 
 
@@ -498,7 +499,7 @@ class SyncDriver(Driver):
         super().__init__(*arguments)
         self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
         self._workers = range(len(self._arguments.frames))
-        self._places = [self.group.places(self._workers, self._dim)]
+        self._pools = [self.group.slot_pool(self._workers, self._dim)]
 
     @staticmethod
     def frames_of_batch(frames: list[int]) -> int:
@@ -509,27 +510,26 @@ class SyncDriver(Driver):
         return [rounded_up("frames_per_batch", frames, "the number of workers", count) // count] * count
 
     async def produce(self) -> Batch:
-        if not self.busy:
-            if any(self._is_due(worker) for worker in self._workers):
-                await self._update(None)
-            batch = self._places[0].take()
+        if not self.under_way:
+            await self._update_if_due(None)
+            batch = self._pools[0].take()
             self._serial += 1
             for worker in self._workers:
                 self._request(worker, batch, self.frames)
-        batch = self.busy[0]
+        batch = self.under_way[0]
         await self.group.until(self._are_done)
         results = sorted(self.group.results, key=lambda result: result.worker)
         self.group.results.clear()
-        self.busy = {}
-        return self._done(self._places[0], batch, results)
+        self.under_way = {}
+        return self._complete(self._pools[0], batch, results)
 
-    def _free_batch(self) -> int | None:
-        # Whole trajectories are written when they have ended: rollouts do not have the same number of frames.
+    def _frames_of_free_round(self) -> int | None:
+        # Workers write whole trajectories when these have ended, so rollouts differ in frames.
         arguments = self._arguments
         return None if arguments.writes_trajectories else self.frames_of_batch(arguments.frames)
 
     def _are_done(self) -> bool:
-        """Whether all rollouts are. When enough of them are, the others are cut."""
+        """Whether all rollouts are done. Cuts the others when enough are done."""
         done, count = len(self.group.results), len(self._workers)
         if self._threshold < 1 and done >= int(count * self._threshold):
             self.group.page.cut(self._serial)
@@ -538,16 +538,16 @@ class SyncDriver(Driver):
     def assembled(self, made: Batch) -> TensorDictBase:
         if self._dim is not None or not made.is_complete:
             return super().assembled(made)
-        batch = made.shared()
+        batch = made.from_slot()
         for part, result in zip(batch, made.results, strict=True):
-            if result.steps < part.batch_size[-1]:  # the rollout was cut before: frames of an earlier batch lie there
-                lacking = part[..., result.steps :]
-                lacking.zero_()
-                if (ids := lacking.get(IDS, None)) is not None:
+            if result.steps < part.batch_size[-1]:  # the rollout was cut, so frames of an earlier batch are left here
+                missing = part[..., result.steps :]
+                missing.zero_()
+                if (ids := missing.get(IDS, None)) is not None:
                     ids.fill_(-1)
         return self._masked(batch, [result.steps for result in made.results])
 
-    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+    def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)
             return batch.refine_names(..., "time")

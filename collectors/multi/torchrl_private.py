@@ -1,4 +1,4 @@
-"""The private names of TorchRL that are touched here; the test of private names says what breaks without them."""
+"""Private names of TorchRL that this package uses. The test of private names says what breaks without them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from torch import multiprocessing
 
 
-def let_workers_begin(replay_buffer: Any) -> None:
-    """Have the first process that writes to one of TorchRL's replay buffers make its lazy storage for all, as
-    ``shared_init=True`` does, and as TorchRL's collectors see to."""
+def share_lazy_storage(replay_buffer: Any) -> None:
+    """Let the first process that writes to one of TorchRL's replay buffers make its lazy storage for all processes, as
+    with ``shared_init=True``. TorchRL's collectors do the same."""
     data = sys.modules.get("torchrl.data")
     if data is None or not isinstance(replay_buffer, data.ReplayBuffer):
         return

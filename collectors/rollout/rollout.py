@@ -17,7 +17,7 @@ from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.wrappers import Wrapper, limited
+from asyncsync.collectors.envs.wrappers import Wrapper, with_step_limit
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import as_tensordict_module, plainly_called
@@ -74,7 +74,7 @@ class Rollouts:
     def set_up(self) -> None:
         """Move the environment to its device, limit its steps, reset it, and fit the arguments to its batch size."""
         self.devices = devices = RolloutDevices(self.arguments)
-        self.env = limited(devices.place(self.env), self.arguments.max_frames_per_traj)
+        self.env = with_step_limit(devices.place(self.env), self.arguments.max_frames_per_traj)
         self.carrier = Carrier(self.arguments, self._weights, self.traj_pool, devices)
         root = self._reset()
         self.batch_size = environments.batch_size_of(self.env)

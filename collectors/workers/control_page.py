@@ -1,12 +1,12 @@
-"""Control page: what workers read between two steps.
+"""The control page: a page of shared memory that workers read between two steps.
 
-The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, how many versions updaters
-have counted, and the newest version that was published for each worker. A reader needs no lock, because these are
-aligned 64-bit numbers. The counter of trajectory identifiers is written by all, under a lock that the kernel frees when
-its holder is killed.
+The trainer writes whether workers stop or pause, which rollouts end early, how many versions its updaters have counted,
+and the newest version that was published for each worker. Workers read without a lock, because these are aligned 64-bit
+numbers. The counter of trajectory identifiers is written by the trainer and the workers, under a file lock, which the
+kernel frees if its holder is killed.
 
-Workers of this host map the trainer's page. A node has a page of its own, for itself and for workers of its own. The
-trainer sends it what the page says, as :class:`Wishes`.
+Workers of this host map the trainer's page. A node has a page of its own, which its worker and that worker's own
+workers read. The trainer sends the node the values as :class:`PageValues`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ REMEDY = "a collector's workers run on its host, as the same user and in the sam
 
 STOP, PAUSE, CUT, TRAJECTORIES, COUNTED, NEWEST = 0, 1, 2, 3, 4, 16
 
-_opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
+_open_pages: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
 
 
-class Wishes(NamedTuple):
-    """What a control page says to one worker that goes on: its end is a message of its own."""
+class PageValues(NamedTuple):
+    """What a control page says to one worker, except that it must stop, which is a message of its own."""
 
     paused: int
     cut: int
@@ -41,7 +41,7 @@ class Wishes(NamedTuple):
 
 
 class _Number:
-    """A number that the trainer alone writes, by its index."""
+    """A number on the page, by its index. Only the trainer writes it."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -55,8 +55,11 @@ class _Number:
 
 
 class ControlPage:
-    """The control page, in the trainer or in a worker. ``place``: where the trainer's is; None: make one. ``on_change``
-    is called when the trainer has written. Raises WeightSyncError: there is none, or it cannot be opened."""
+    """The control page, in the trainer or in a worker.
+
+    ``place`` is where the trainer's page is; None makes a page. ``on_change`` is called after each of the trainer's
+    writes. Raises WeightSyncError: the page does not exist or cannot be opened.
+    """
 
     on_change: Callable[[], object] = staticmethod(lambda: None)
 
@@ -64,43 +67,40 @@ class ControlPage:
         if place is None:
             self._file = MemoryFile.create(mmap.PAGESIZE)
             self._file.seal()
-            _opened[os.getpid(), self._file.place] = self
+            _open_pages[os.getpid(), self._file.place] = self
         else:
             self._file = MemoryFile.open(place, TRAINER, REMEDY, writable=True)
         self.place = place or self._file.place
         page: Any = self._file.tensor().numpy()
         self.numbers = memoryview(page).cast("q")
-        self._lock = threading.Lock()  # the kernel's lock is one per process
+        self._lock = threading.Lock()  # the file lock does not exclude threads of one process
 
     def close(self) -> None:
-        """Close the file; what was written can still be read here. Idempotent."""
+        """Close the file. This process can still read the numbers. Idempotent."""
         self._file.close()
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
-    stopped = _Number(STOP)  # whether all workers end before their next step; 2: and leave their environments open
-    paused = _Number(PAUSE)  # whether workers stand still before their next step
+    stopped = _Number(STOP)  # nonzero: all workers end before their next step; 2: they leave their environments open
+    paused = _Number(PAUSE)  # nonzero: workers pause before their next step
     counted = _Number(COUNTED)  # versions of the policy that reached the workers without a scheme
 
     def stop(self, close_env: bool = True) -> None:
-        """Have all workers end before their next step, and close their environments or not."""
+        """Make all workers end before their next step."""
         self.stopped = 1 if close_env else 2
 
     @property
     def closes_env(self) -> bool:
-        """Whether a worker that ends closes its environment."""
+        """Whether a worker closes its environment when it ends."""
         return self.stopped != 2
 
     def cut(self, serial: int) -> None:
-        """End rollouts with this serial number, or a smaller one, after the step under way."""
+        """End rollouts with this serial number or a smaller one after their step under way."""
         self.numbers[CUT] = serial
         self.on_change()
 
-    def is_cut(self, serial: int) -> bool:
-        return self.numbers[CUT] >= serial
-
     def publish(self, version: int, workers: Iterable[int]) -> None:
-        """Write the newest version for these workers."""
+        """Raise the newest version of these workers to ``version``."""
         for index in (NEWEST + worker for worker in workers):
             self.numbers[index] = max(self.numbers[index], version)
         self.on_change()
@@ -114,21 +114,20 @@ class ControlPage:
             self.numbers[COUNTED] += 1
         self.on_change()
 
-    def wishes(self, worker: int) -> Wishes:
-        """What this page says to a worker."""
+    def values_for(self, worker: int) -> PageValues:
         numbers = self.numbers
-        return Wishes(numbers[PAUSE], numbers[CUT], numbers[COUNTED], self.newest(worker))
+        return PageValues(numbers[PAUSE], numbers[CUT], numbers[COUNTED], self.newest(worker))
 
-    def heed(self, worker: int, wishes: Wishes) -> None:
-        """Write what the trainer's page says to this worker."""
+    def write_values(self, worker: int, values: PageValues) -> None:
+        """Copy the values of the trainer's page for this worker."""
         numbers = self.numbers
-        numbers[PAUSE], numbers[CUT], numbers[COUNTED] = wishes.paused, wishes.cut, wishes.counted
-        self.publish(wishes.newest, [worker])
+        numbers[PAUSE], numbers[CUT], numbers[COUNTED] = values.paused, values.cut, values.counted
+        self.publish(values.newest, [worker])
 
-    # -- written by all -----------------------------------------------------------------------------------------------
+    # -- written by the trainer and the workers -----------------------------------------------------------------------
 
     def advance_trajectories(self, n: int, least: int = 0) -> int:
-        """Draw ``n`` identifiers, none below ``least``; returns the first."""
+        """Reserve ``n`` consecutive identifiers, none below ``least``. Returns the first."""
         with self._locked():
             first = max(self.numbers[TRAJECTORIES], least)
             self.numbers[TRAJECTORIES] = first + n
@@ -145,7 +144,7 @@ class ControlPage:
 
 
 class SharedPool(_TrajectoryPool):
-    """Trajectory identifiers that are unique over all workers of a collector; pickles as the place of its page."""
+    """Trajectory identifiers that are unique across all workers of a collector. Pickles as the place of its page."""
 
     def __init__(self, page: ControlPage) -> None:
         super().__init__()
@@ -159,11 +158,12 @@ class SharedPool(_TrajectoryPool):
 
 
 def page_at(place: MemoryPlace) -> ControlPage:
-    """The control page there, opened once per process: two descriptors of one file would free each other's locks."""
+    """The control page at this place. A process opens it once, because closing one descriptor of a file frees the locks
+    that the process holds through any other."""
     key = (os.getpid(), place)
-    page = _opened.get(key)
+    page = _open_pages.get(key)
     if page is None:
-        page = _opened[key] = ControlPage(place)
+        page = _open_pages[key] = ControlPage(place)
     return page
 
 

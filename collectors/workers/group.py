@@ -1,16 +1,16 @@
 """WorkerGroup: the workers of a collector, wherever they run, as its driver sees them.
 
-A group lives on the process's loop thread: it sends messages there, takes the workers' messages there, and its driver
-awaits results there. A :class:`Family` starts the workers' programs, and carries messages. The driver decides what is
-rolled out when, and what becomes of the batches.
+A group lives on the process's loop thread: there it sends messages and receives the workers' messages, and there the
+driver awaits results. A :class:`Family` starts the workers' programs and carries the messages. The driver decides what
+is rolled out when, and what becomes of the batches.
 
-What workers are to see between two steps is written to a :class:`ControlPage`. Workers of this host read that very
-page. To any other worker the group sends what the page says, one message at a time: the next one follows when the
-worker has answered, and says what the page says by then.
+The group writes what workers must see between two steps to a :class:`ControlPage`. Workers of this host read that page
+itself. To any other worker the group sends the page's values, one message at a time: it sends the next message, with
+the values of that moment, when the worker has answered the previous one.
 
-A worker that is lost ends collection, unless its family may launch it again. Then its collector is made anew, gets the
-weights that it should have from the trainer's bus, and does the rollouts that the lost one was to do. Calls wait until
-it has connected.
+If a worker is lost, collection ends, unless the family may launch that worker again. The new worker makes its collector
+anew, gets its weights from the trainer's bus, and does the rollouts that the lost one had still to do. Calls to it wait
+until it has connected.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import WholeTrajectories
-from asyncsync.collectors.workers.control_page import ControlPage, Wishes
-from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
-from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, Places
+from asyncsync.collectors.workers.control_page import ControlPage, PageValues
+from asyncsync.collectors.workers.messages import Failure, RolloutResult, add_note_to, dumps, loads
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, SlotPool
 from asyncsync.collectors.workers.worker import Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
@@ -45,23 +45,23 @@ logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
 
-BY_ITSELF = 0.7
-"""Part of a shutdown's time in which workers end by themselves; then their programs are ended."""
+GRACEFUL_PART = 0.7
+"""Fraction of a shutdown's time in which workers may end by themselves, before the family ends their programs."""
 
-APART = 1 << 40
-"""So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
+IDS_PER_LAUNCH = 1 << 40
+"""Trajectory identifiers between the first one of a worker and the first one of its next launch."""
 
-LASTING = ("pre_hook", "post_hook", "record")
-"""Calls whose effect a worker that is launched again is to have, too."""
+REPEATED_CALLS = ("pre_hook", "post_hook", "record")
+"""Calls that the group repeats in a worker that was launched again, because their effect lasts."""
 
 
 class Reports(NamedTuple):
-    """What a family calls on the loop thread, for one launch of a worker.
+    """Functions that a family calls on the loop thread, for one launch of a worker.
 
     Attributes:
-        received: with each message of the worker.
-        lost: no more messages will come, because of this error.
-        failed: a message cannot be sent or read, though the worker is there.
+        received: called with each message of the worker.
+        lost: called with the error because of which no more messages will come.
+        failed: called with the error if a message cannot be sent or read although the worker is there.
     """
 
     received: Callable[[Message], object]
@@ -70,11 +70,11 @@ class Reports(NamedTuple):
 
 
 class Family(ABC):
-    """How workers are started, and how messages reach them.
+    """Starts workers, and carries messages between them and their group.
 
     Attributes:
-        shares_memory: whether workers read the group's control page, and write batches to its places.
-        restarts: how often a worker that is lost may be launched again.
+        shares_memory: whether workers read the group's control page, and write batches to its slots.
+        restarts: how often a lost worker may be launched again.
     """
 
     shares_memory = False
@@ -82,40 +82,40 @@ class Family(ABC):
 
     @abstractmethod
     def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes | None:
-        """Prepare what the workers of this group need, in the thread that constructs the collector; it may wait.
-        Returns the pickled replay buffer and schemes, if a worker is not given them otherwise."""
+        """Prepare what the workers of this group need. The thread that constructs the collector calls this; it may
+        wait. Returns the pickled replay buffer and schemes, or None if the workers' programs get them otherwise."""
 
     @abstractmethod
     def start(self, rank: int, reports: Reports) -> None:
-        """Start a worker's program, perhaps once more, and return at once."""
+        """Start a worker's program, for the first time or again, and return at once."""
 
     @abstractmethod
     def send(self, rank: int, message: Message) -> None:
-        """Send a message, on the loop thread, without waiting. A worker gets its messages in this order, from when it
-        has begun. What cannot be sent because the worker is lost is dropped."""
+        """Send a message, on the loop thread, without waiting. Once a worker's program has begun, it gets its messages
+        in this order. A message to a lost worker is dropped."""
 
     def batch(self, rank: int, payload: Any) -> TensorDictBase:
-        """The batch of a result with this payload. Called in the thread of who wants the batch: it may wait."""
+        """The batch of a result with this payload. Runs in the thread that wants the batch, and may wait."""
         batch: TensorDictBase = loads(payload)
         return batch
 
     def remote(self, rank: int) -> Any:
-        """What a scheme calls in a worker; None: nothing."""
+        """The object of a worker that schemes call remotely; None: there is none."""
         return None
 
     @abstractmethod
     async def end(self, deadline: float) -> None:
-        """End all programs by ``deadline`` of ``time.monotonic()``, whatever they do, and release everything. The
-        workers have ended before, if they could. Two may do this at a time."""
+        """End all programs by ``deadline`` (of ``time.monotonic()``), whatever they do, and release everything. The
+        group has given the workers time to end by themselves. Two calls may run at the same time."""
 
     @abstractmethod
     def name(self, rank: int) -> str:
-        """What the worker is called in errors: "worker 1 (pid 4711)"."""
+        """The worker's name in errors, such as "worker 1 (pid 4711)"."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call to a worker, and its answer: what was raised, or the pickled result."""
+    """A call to a worker. Its answer is a failure, or None and the pickled result."""
 
     worker: int
     name: str
@@ -129,23 +129,23 @@ class _Call:
 
 
 class _Member:
-    """A worker, as its group sees it."""
+    """What the group knows of one worker."""
 
     def __init__(self, rank: int, specification: bytes) -> None:
         self.rank = rank
         self.specification = specification
-        self.launches = 0  # beyond the first one
+        self.launches = 0  # not counting the first one
         self.has_begun = self.is_connected = self.is_paused = self.has_ended = False
         self.requests: deque[Message] = deque()  # for rollouts that are not done yet
-        self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers; sent once it has connected
-        self.lasting: dict[str, _Call] = {}
-        self.unrecorded = 0  # rollouts that its profile lacks
-        self.told: Wishes | None = None  # the last ones that were sent
-        self.is_being_told = False
+        self.calls: dict[int, _Call] = {}  # not answered yet, by their numbers; sent once the worker has connected
+        self.repeated: dict[str, _Call] = {}  # calls to repeat after another launch, by their names
+        self.rollouts_to_profile = 0
+        self.sent_values: PageValues | None = None
+        self.awaits_told = False  # whether the worker has not answered these values yet
         self._timer: asyncio.TimerHandle | None = None
 
-    def give_time(self, timer: asyncio.TimerHandle | None) -> None:
-        """This timer, and no earlier one, looks whether a worker that was launched again has connected; None: none."""
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replace the timer that checks whether a worker connects after another launch."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = timer
@@ -155,16 +155,16 @@ class WorkerGroup:
     """The workers of a family.
 
     Args:
-        owner: names their collector in errors.
-        connect_timeout: seconds within which a worker that is launched again must connect.
-        trajectories: puts together those of all workers' rollouts.
+        owner: the collector's name in errors.
+        connect_timeout: seconds within which a worker that was launched again must connect.
+        trajectories: assembles whole trajectories from all workers' rollouts.
 
     Attributes:
-        results: rollouts that have been done, in the order in which they came.
-        infos: what each worker has reported.
-        page: what workers are to see between two steps.
-        failure: what has ended collection.
-        ending: whether the end has begun.
+        results: finished rollouts, in the order of arrival.
+        infos: what each worker has reported about its collector.
+        page: what workers read between two steps.
+        failure: the error that has ended collection.
+        ending: whether the shutdown has begun.
         is_over: whether all workers have ended, and everything is closed.
     """
 
@@ -180,20 +180,20 @@ class WorkerGroup:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = Event()  # replaced whenever it is set
-        self._numbers = itertools.count()  # of calls
+        self._call_numbers = itertools.count()
         self.page = ControlPage()
         if not family.shares_memory:
-            self.page.on_change = self._tell_all
+            self.page.on_change = self._send_page_to_all
         self._members: list[_Member] = []
-        self._common: bytes | None = None
-        self._followed: Message | None = None
-        self._calling: list[RemoteCallCore] = []  # schemes that call an object in each worker
+        self._common: bytes | None = None  # the pickled replay buffer and schemes
+        self._follow_message: Message | None = None
+        self._remote_call_schemes: list[RemoteCallCore] = []  # they call an object in each worker
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
         """Start one worker for each specification. Returns before any is ready."""
-        self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
+        self._remote_call_schemes = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
         self._common = self.family.open(self, replay_buffer, schemes)
         loop_thread.run(self._begin)
@@ -206,22 +206,21 @@ class WorkerGroup:
 
     def _launch(self, member: _Member) -> None:
         rank, launch = member.rank, member.launches
-        self.family.start(
-            rank, Reports(partial(self._receive, member, launch), partial(self._lose, member, launch), self._fail)
-        )
-        first = self.page.advance_trajectories(0) + APART * launch if launch else 0
+        received, lost = partial(self._receive, member, launch), partial(self._on_lost, member, launch)
+        self.family.start(rank, Reports(received, lost, self._set_failure))
+        first = self.page.advance_trajectories(0) + IDS_PER_LAUNCH * launch if launch else 0
         build = ("build", member.specification, self._common, first, len(self._members))
         self.call_soon(self._send, member, build)
-        if self._followed is not None:
-            self.call_soon(self._send, member, self._followed)
+        if self._follow_message is not None:
+            self.call_soon(self._send, member, self._follow_message)
 
     def _send(self, member: _Member, message: Message) -> None:
-        """Send a message for which nobody waits here: what is raised ends collection."""
+        """Send a message whose sending no caller awaits. An error ends collection."""
         try:
             self.family.send(member.rank, message)
         except Exception as error:
-            note(error, f"What {self.family.name(member.rank)} is to do cannot be sent.")
-            self._fail(error)
+            add_note_to(error, f"A message to {self.family.name(member.rank)} cannot be sent.")
+            self._set_failure(error)
 
     @property
     def connected(self) -> bool:
@@ -238,17 +237,17 @@ class WorkerGroup:
         return sum(not member.has_ended for member in self._members) if not self.is_over else 0
 
     def incarnation(self, worker: int) -> int | None:
-        """How often a worker was launched again; None: it is being launched. It then gets the newest weights."""
+        """How often a worker was launched again. None: it has yet to connect, and then gets the newest weights."""
         member = self._members[worker]
         return member.launches if member.is_connected else None
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has started the workers: a forked child has a copy of everything here."""
+        """Whether this process has started the workers. False in a forked child, which has a copy of this object."""
         return self._pid == os.getpid()
 
     def check(self) -> None:
-        """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
+        """Raises ClosedError: the group was shut down, or this is its copy in a forked process."""
         if not self.is_ours:
             raise ClosedError(
                 f"this {self._owner} belongs to process {self._pid}, from which this process was forked: use it there, "
@@ -262,11 +261,10 @@ class WorkerGroup:
     async def until(
         self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
     ) -> T:
-        """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
-        come.
+        """Wait on the loop thread until ``met()`` is true, and return its value. It is called again after each event.
 
-        Raises AckTimeout: not within the timeout (seconds), with the message ``late()``; ClosedError: the group was
-        ended meanwhile; BaseException: what a worker raised, or PeerLost if it has died.
+        Raises AckTimeout, with the message ``late()``, after ``timeout`` seconds; ClosedError: the group was shut down
+        meanwhile; BaseException: a worker raised it, or was lost (PeerLost).
         """
         with move_on_after(timeout):
             while True:
@@ -287,13 +285,13 @@ class WorkerGroup:
         return loop_thread.run(lambda: self.until(met, timeout, late))
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function on the loop thread, from any thread; not after the end."""
-        with contextlib.suppress(RuntimeError):  # it has ended, and the workers before
+        """Call a function on the loop thread, from any thread. Does nothing after the loop's end."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and before it the workers
             if self._loop is not None and self.is_ours:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def nudge(self) -> None:
-        """Have each waiting ``met`` called again. From any thread."""
+    def recheck_waits(self) -> None:
+        """Have all waits call their ``met()`` again. From any thread."""
         self.call_soon(self._notify)
 
     def _notify(self) -> None:
@@ -302,34 +300,30 @@ class WorkerGroup:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def places(self, workers: Sequence[int], dim: int | None) -> Places:
-        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
-        stacked, first). A batch of a worker that shares no memory comes by value."""
+    def slot_pool(self, workers: Sequence[int], dim: int | None) -> SlotPool:
+        """Slots for batches with one rollout of each of these workers, along ``dim`` as in :class:`Arrangement`. A
+        worker that shares no memory sends its rollouts by value."""
 
-        def teach(arrangement: Arrangement) -> None:
+        def announce(arrangement: Arrangement) -> None:
             for index, worker in enumerate(workers):
                 self._send(self._members[worker], ("learn", arrangement, index))
 
-        return Places(dim, teach)
+        return SlotPool(dim, announce)
 
     def request(self, worker: int, serial: int, random: bool, lease: Lease | None = None) -> None:
-        """Request a rollout of a worker, into a place with this lease; returns at once. ``random``: with random actions
+        """Request a rollout of a worker, into the leased slot, and return at once. ``random``: with random actions
         instead of the policy's. On the loop thread."""
         member, request = self._members[worker], ("rollout", serial, random, lease)
         member.requests.append(request)
-        if member.is_connected:  # else it is being launched again
+        if member.is_connected:  # else it gets the request when it has connected
             if not self.family.shares_memory:
-                self._tell(member, at_once=True)  # of a pause that has begun, above all
+                self._send_page(member, at_once=True)  # it must learn of a pause before it begins this rollout
             self._send(member, request)
-
-    async def next_result(self) -> RolloutResult:
-        """Wait on the loop thread for the rollout that is done next, as :meth:`until`."""
-        return await self.until(lambda: self.results.popleft() if self.results else None)
 
     # -- the control page ---------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Have all workers stand still after their step under way."""
+        """Have all workers pause after their step under way."""
         self.page.paused = True
 
     def resume(self) -> None:
@@ -343,41 +337,41 @@ class WorkerGroup:
                 member.is_paused = False
                 self._send(member, ("resume",))
 
-    def stand_still(self, workers: Iterable[int]) -> bool:
-        """Whether these workers have paused, or have nothing to do."""
+    def have_paused(self, workers: Iterable[int]) -> bool:
+        """Whether these workers have paused or have no rollout to do."""
         members = [self._members[worker] for worker in workers]
         return all(member.is_paused or not member.requests for member in members)
 
-    def _tell_all(self) -> None:
-        """Send what the page says to workers that cannot read it. From any thread."""
+    def _send_page_to_all(self) -> None:
+        """Send the page's values to all workers, which cannot read the page. From any thread."""
         for member in self._members if not self.ending else ():
-            self.call_soon(self._tell, member)
+            self.call_soon(self._send_page, member)
 
-    def _tell(self, member: _Member, *, at_once: bool = False) -> None:
-        """Send a worker what the page says now. Unless ``at_once``, wait until it has answered the last one."""
-        wishes = self.page.wishes(member.rank)
-        may = member.has_begun and not member.has_ended and (at_once or not member.is_being_told)
-        if may and member.told != wishes:
-            member.told, member.is_being_told = wishes, True
-            self._send(member, ("page", wishes))
+    def _send_page(self, member: _Member, *, at_once: bool = False) -> None:
+        """Send a worker changed values of the page. Unless ``at_once``, only when it has answered the last ones."""
+        values = self.page.values_for(member.rank)
+        may = member.has_begun and not member.has_ended and (at_once or not member.awaits_told)
+        if may and member.sent_values != values:
+            member.sent_values, member.awaits_told = values, True
+            self._send(member, ("page", values))
 
     def follow(self, root: Any, index: int) -> None:
-        """Have the workers read the newest version where the root of a tree of collectors announces it to its worker
-        ``index``; None: in their own schemes."""
-        # A root's page is on this host. Other workers learn from what they receive which version of the root's it is.
-        self._followed = ("follow", root if self.family.shares_memory else None, index)
+        """Have the workers read the newest version from the control page at ``root``, where the root of a tree of
+        collectors publishes it for its worker ``index``. None: they know only the versions of their own schemes."""
+        # Only workers of this host can map the root's page. Others know the root's version from what they receive.
+        self._follow_message = ("follow", root if self.family.shares_memory else None, index)
         for member in self._members:
-            self.call_soon(self._send, member, self._followed)
+            self.call_soon(self._send, member, self._follow_message)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
         self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = ANSWER_SECONDS
     ) -> list[Any]:
-        """Have workers (None: all) do something between two rollouts (:meth:`Worker._call`), and return their answers,
-        or raise what one of them has raised.
+        """Have workers (None: all) carry out a call (:meth:`Worker._call`) between two rollouts. Returns their answers,
+        or raises what one of them has raised.
 
-        Raises AckTimeout after ``timeout`` seconds for all of them: workers still carry the call out.
+        Raises AckTimeout after ``timeout`` seconds in all. The workers still carry out the call.
         """
         chosen = range(len(self._members)) if workers is None else workers
         return self.ask_each(name, dict.fromkeys(chosen, arguments), timeout)
@@ -385,9 +379,9 @@ class WorkerGroup:
     def ask_each(
         self, name: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float = ANSWER_SECONDS
     ) -> list[Any]:
-        """:meth:`ask`, with arguments of each worker's own."""
+        """:meth:`ask`, with different arguments for each worker."""
         self.check()
-        calls = [_Call(worker, name, dumps(given), next(self._numbers)) for worker, given in arguments.items()]
+        calls = [_Call(worker, name, dumps(given), next(self._call_numbers)) for worker, given in arguments.items()]
 
         def late() -> str:
             worker = next(call.worker for call in calls if call.answer is None)
@@ -414,7 +408,7 @@ class WorkerGroup:
     def _ask(self, call: _Call) -> None:
         member = self._members[call.worker]
         member.calls[call.number] = call
-        if member.is_connected:  # else it is sent then
+        if member.is_connected:  # else it is sent when the worker has connected
             try:
                 self.family.send(call.worker, call.message)
             except Exception as error:
@@ -424,18 +418,18 @@ class WorkerGroup:
         call = member.calls.pop(number, None)
         if call is not None:
             if failure is None:
-                self._note(member, call)
+                self._remember_effect(member, call)
             call.answer = failure, result
             self._notify()
-        elif failure is not None:  # of a call that was repeated because its effect lasts
-            self._failed(member, failure)
+        elif failure is not None:  # of a repeated call, which no caller awaits
+            self._report_failure(member, failure)
 
-    def _note(self, member: _Member, call: _Call) -> None:
-        if call.name in LASTING:
-            member.lasting[call.name] = call
+    def _remember_effect(self, member: _Member, call: _Call) -> None:
+        if call.name in REPEATED_CALLS:
+            member.repeated[call.name] = call
         if call.name == "record":
             config, _ = loads(call.arguments)
-            member.unrecorded = 0 if config is None else config.num_rollouts
+            member.rollouts_to_profile = 0 if config is None else config.num_rollouts
 
     # -- messages from workers ----------------------------------------------------------------------------------------
 
@@ -445,24 +439,24 @@ class WorkerGroup:
         member.has_begun = True
         match message:
             case "failed", failure:
-                self._failed(member, failure)
+                self._report_failure(member, failure)
             case ("ended",):
                 member.has_ended = True
             case _ if self.ending:
                 pass
             case "result", in_place, steps, frames, layout, payload:
                 member.requests.popleft()
-                member.unrecorded -= 1
+                member.rollouts_to_profile -= 1
                 load = partial(self.family.batch, member.rank, payload)
                 self.results.append(RolloutResult(member.rank, in_place, steps, frames, layout, load))
             case "begun", _:
-                self._tell(member)
+                self._send_page(member)
             case ("told",):
-                member.is_being_told = False
-                self._tell(member)
+                member.awaits_told = False
+                self._send_page(member)
             case "built", *info:
                 self.infos[member.rank] = WorkerInfo(*info)
-                for scheme in self._calling:
+                for scheme in self._remote_call_schemes:
                     scheme.remotes[member.rank] = self.family.remote(member.rank)
             case ("connected",):
                 self._connect(member)
@@ -470,43 +464,43 @@ class WorkerGroup:
                 self._answer(member, *answer)
             case ("paused",):
                 member.is_paused = True
-                self._resume()  # it may have read the page just before the pause ended
+                self._resume()  # the worker may have read the page just before the pause ended
         self._notify()
 
     def _connect(self, member: _Member) -> None:
-        """A worker has connected: send what waits for that."""
+        """Send a worker that has connected what has waited for that."""
         member.is_connected = True
-        member.give_time(None)
-        if member.unrecorded <= 0:  # the trace is written
-            member.lasting.pop("record", None)
-        for call in member.lasting.values():
+        member.set_timer(None)
+        if member.rollouts_to_profile <= 0:  # the trace is written
+            member.repeated.pop("record", None)
+        for call in member.repeated.values():
             self._send(member, call.message)
-            self._note(member, call)
+            self._remember_effect(member, call)
         for call in [*member.calls.values()]:
             self._ask(call)
-        for request in member.requests:  # of the one that was lost
+        for request in member.requests:  # which the lost one has not done
             self._send(member, request)
 
     # -- failures and losses ------------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
+    def _set_failure(self, error: BaseException) -> None:
         if self.failure is None and not self.ending:
             self.failure = error
         self._notify()
 
-    def _failed(self, member: _Member, failure: Failure) -> None:
-        """The user's code has failed in a worker, which ends collection."""
+    def _report_failure(self, member: _Member, failure: Failure) -> None:
+        """End collection, because code has raised in a worker."""
         name, one = self.family.name(member.rank), failure.described
         if self.failure is None:
-            self._fail(failure.error(name))
+            self._set_failure(failure.error(name))
             if self.ending:
                 logger.error("%s failed while it was ending: %s", name, one.remote_traceback)
-        else:  # most often the same mistake, which the first one's error shows in full
+        else:  # most often the same mistake, which the first worker's error shows in full
             logger.warning("%s also failed: %s: %.200s", name, one.type_name, one.remote_message)
             logger.info("traceback of %s: %s", name, one.remote_traceback)
 
-    def _lose(self, member: _Member, launch: int, error: BaseException) -> None:
-        """A worker is lost, unless it was launched again meanwhile."""
+    def _on_lost(self, member: _Member, launch: int, error: BaseException) -> None:
+        """Launch a lost worker again if its family may, else end collection. Ignores earlier launches."""
         if self.is_over or launch != member.launches or member.has_ended:
             return
         lost = error
@@ -514,47 +508,47 @@ class WorkerGroup:
             first_line = str(error).partition("\n")[0]
             lost = PeerLost(f"{self.family.name(member.rank)} was lost: {first_line}")
             lost.__cause__ = error
-        for number in [*member.calls] if member.is_connected else ():  # it may have carried out what it was sent
+        for number in [*member.calls] if member.is_connected else ():  # the worker may have carried them out
             self._answer(member, number, Failure.of(lost), None)
         if not self.ending and self.failure is None and launch < self.family.restarts:
             logger.warning("%s; launching it again", lost)
-            self._launch_again(member)
+            self._relaunch(member)
             return
         member.has_ended = True
         if not self.ending:
             if lost is not error:
                 lost.add_note("Collection is over.")
-            self._fail(lost)
+            self._set_failure(lost)
         self._notify()
 
-    def _launch_again(self, member: _Member) -> None:
+    def _relaunch(self, member: _Member) -> None:
         assert self._loop is not None
         member.launches += 1
-        member.has_begun = member.is_connected = member.is_paused = member.is_being_told = False
-        member.told = None
+        member.has_begun = member.is_connected = member.is_paused = member.awaits_told = False
+        member.sent_values = None
         if self._trajectories is not None:
             self._trajectories.break_off_where(lambda number: number % len(self._members) == member.rank)
-        late = self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
-        member.give_time(late)
+        late = self._loop.call_later(self._connect_timeout, self._check_connected, member, member.launches)
+        member.set_timer(late)
         try:
             self._launch(member)
         except Exception as error:
-            self._lose(member, member.launches, error)
+            self._on_lost(member, member.launches, error)
 
-    def _look_after(self, member: _Member, launch: int) -> None:
+    def _check_connected(self, member: _Member, launch: int) -> None:
         if not member.is_connected:
             late = AckTimeout(f"it was launched again, but did not connect within {self._connect_timeout:g} s")
-            self._lose(member, launch, late)
+            self._on_lost(member, launch, late)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, timeout: float, close_env: bool = True) -> None:
-        """Have all workers end; returns within the timeout (seconds), and leaves none. Idempotent."""
+        """End all workers within the timeout (seconds). Leaves none. Idempotent."""
         if self.is_ours and not self.is_over:
             loop_thread.run(lambda: self._shutdown(timeout, close_env))
 
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
-        """End all workers within the timeout (seconds). Cancelled, it ends them at once: nobody else would."""
+        """End all workers within the timeout (seconds). Ends them at once if cancelled, because no other call would."""
         is_first, self.ending = not self.ending, True
         self._notify()
         deadline = time.monotonic() + timeout
@@ -563,10 +557,10 @@ class WorkerGroup:
                 self.page.stop(close_env)
                 for member in self._members:
                     try:
-                        self.family.send(member.rank, ("stop", close_env, BY_ITSELF * timeout))
+                        self.family.send(member.rank, ("stop", close_env, GRACEFUL_PART * timeout))
                     except Exception as error:
                         logger.debug("worker %d cannot be stopped: %s", member.rank, error)
-            with move_on_after(BY_ITSELF * timeout if is_first else timeout):
+            with move_on_after(GRACEFUL_PART * timeout if is_first else timeout):
                 while not (self.is_over or (is_first and self._have_ended)):
                     await self._changed.wait()
         except BaseException:
@@ -574,13 +568,9 @@ class WorkerGroup:
             raise
         finally:
             for member in self._members:
-                member.give_time(None)
+                member.set_timer(None)
             if not self.is_over:
                 await self.family.end(deadline)
                 self.is_over = True
                 self._notify()
                 loop_thread.set_open(self._shutdown, False)
-
-    def close(self) -> None:
-        """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
-        self.page.close()

@@ -1,12 +1,12 @@
-"""LocalFamily: workers as processes of this host. Channels, the watch over processes, and what a process runs.
+"""LocalFamily: workers as processes of this host, both the trainer's side and a process's program.
 
-The process's loop thread watches the channels and the ends of all processes, from the start to the end. Nobody waits to
-send: messages without room are sent when there is room. Workers read the group's control page, and write batches to
-its places.
+From start to end, the trainer's loop thread watches the channels and the ends of all processes. It never waits to send:
+messages for which a channel has no room are sent when there is room. Workers read the group's control page, and write
+batches to its slots.
 
 In a worker's process, the main thread runs the :class:`Worker`. Weights come on the loop thread of the blocking API. A
-second thread waits for the end of the collector or of the trainer's process, and ends this process when the trainer's
-time for that is over.
+second thread watches for the end of the collector or of the trainer's process, and ends this process when the time that
+the trainer has set is over.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from anyio import move_on_after
 
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import Family, Reports, WorkerGroup
-from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, encode, note
+from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, add_note_to, encode
 from asyncsync.collectors.workers.shared_batches import BatchWriter
-from asyncsync.collectors.workers.worker import Message, Worker, report
+from asyncsync.collectors.workers.worker import Message, Worker, report_failure
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.net.endpoint import private_directory, remove_stale_directories
 from asyncsync.runtime.threads import sigint_blocked
@@ -42,21 +42,21 @@ from asyncsync.transports.shared_memory import MemoryPlace
 
 logger = logging.getLogger("asyncsync")
 
-MAX_WAITING = 1000
+MAX_UNSENT = 1000  # messages
 
 KILLED_SECONDS = 1.0
-"""To end after SIGKILL, which takes longer only in a process that the kernel cannot interrupt."""
+"""Time for a process to end after SIGKILL. It takes longer only if the kernel cannot interrupt the process."""
 
 GRACE_SECONDS = 2.0
 """A worker ends itself this long after its trainer should have ended it."""
 
-SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default
-ORPHAN_SECONDS = 2.0
-SWEEP_AGAIN = 0.01
+SWITCH_INTERVAL = 5e-4  # a tenth of the default, so that the loop thread runs sooner beside Python code
+ORPHAN_SECONDS = 2.0  # for each part of the end of a worker whose trainer is gone
+SWEEP_INTERVAL = 0.01
 
 
 def check_platform(owner: str) -> None:
-    """Raises NotImplementedError: there can be no worker processes here."""
+    """Raises NotImplementedError: worker processes need Linux."""
     if sys.platform != "linux":
         raise NotImplementedError(
             f"{owner} needs Linux (anonymous shared memory, eventfd), but this is {sys.platform}: use Collector, in "
@@ -74,18 +74,18 @@ class WorkerProcess:
         self.rank = rank
         self.has_ended = asyncio.Event()
         self._reports = reports
-        self._is_open = True  # until the channel's end
+        self._is_open = True  # until the channel ends
         self.is_killed = False
-        self._has_begun = False  # until its imports are over it has nothing that it would have to close
+        self._has_begun = False  # a process that has not begun has nothing to close
         self._is_built = False
-        self._waiting: deque[Packet] = deque()
+        self._unsent: deque[Packet] = deque()
         here, there = Channel.pair()
-        # The worker's second thread listens: a message ends the worker, or the kernel, which closes this end.
-        listening, self._bell = context.Pipe(duplex=False)
+        # The worker's second thread reads this. A message, or the pipe's end if the trainer dies, ends the worker.
+        listening, self._stop_pipe = context.Pipe(duplex=False)
         self.channel = Channel(here)
         try:
-            # No daemon: environments and nested collectors have processes of their own. The specification is no
-            # argument: multiprocessing writes those into a pipe of 64 KiB, which is read when torch was imported.
+            # No daemon, because environments and nested collectors have processes of their own. The specification is
+            # sent as a message, because arguments go through a pipe of 64 KiB that the process reads after its imports.
             self.process = context.Process(
                 target=run_worker, args=(there, listening, rank, *given), name=f"asyncsync-{owner}-{rank}", daemon=False
             )
@@ -93,7 +93,7 @@ class WorkerProcess:
                 self.process.start()
         except BaseException:
             self.channel.close()
-            self._bell.close()
+            self._stop_pipe.close()
             raise
         finally:
             there.close()
@@ -107,22 +107,22 @@ class WorkerProcess:
     # -- on the loop thread -------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Report what the worker sends, and its end, until :meth:`close`."""
+        """Report the worker's messages and its end, until :meth:`close`."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.process.sentinel, self._end)
         loop.add_reader(self.channel.fileno(), self.read)
 
     def read(self) -> None:
-        """Report what has come."""
+        """Report the messages that have come."""
         while self._is_open:
             try:
                 message = self.channel.receive(wait=False)
             except Stopped:
-                self._is_open = False  # it is ending, and its exit code will show how
+                self._is_open = False  # the process is ending; _end() will see its exit code
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return
             except Exception as error:
-                note(error, f"What {self.name} has sent cannot be read here.")
+                add_note_to(error, f"A message of {self.name} cannot be read here.")
                 self._reports.failed(error)
                 return
             if message is None:
@@ -136,7 +136,7 @@ class WorkerProcess:
         self._unwatch()
         self.process.join(1.0)
         self.has_ended.set()
-        self._reports.lost(died(self.name, self.process.exitcode, starting=not self._is_built))
+        self._reports.lost(process_death_error(self.name, self.process.exitcode, starting=not self._is_built))
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -145,43 +145,43 @@ class WorkerProcess:
         loop.remove_writer(self.channel.fileno())
 
     def send(self, message: Message) -> None:
-        """Send a message after those that wait. Raises RuntimeError: too many wait; OSError: it cannot be sent, though
-        the worker is there."""
-        if len(self._waiting) >= MAX_WAITING:
-            raise RuntimeError(f"{self.name} has {MAX_WAITING} unread messages, so it gets no more")
-        self._waiting.append(encode(message))
+        """Send a message after the unsent ones. Raises RuntimeError: too many are unsent; OSError: sending failed."""
+        if len(self._unsent) >= MAX_UNSENT:
+            raise RuntimeError(f"{self.name} has {MAX_UNSENT} unread messages, so it gets no more")
+        self._unsent.append(encode(message))
         if not self._flush():
             asyncio.get_running_loop().add_writer(self.channel.fileno(), self._on_writable)
 
     def _flush(self) -> bool:
-        """Send the packets that wait; whether none waits now."""
+        """Send unsent packets as far as there is room. Returns whether none is left. Drops them if the worker has ended
+        or is ending: the process's sentinel reports that."""
         try:
-            while self._waiting and self._is_open and self.channel.offer(self._waiting[0]):
-                self._waiting.popleft()
-        except ConnectionError:  # what the worker has sent before its end can still be read
-            self._waiting.clear()
-        if not self._is_open:  # the worker's end is seen by its sentinel
-            self._waiting.clear()
-        return not self._waiting
+            while self._unsent and self._is_open and self.channel.offer(self._unsent[0]):
+                self._unsent.popleft()
+        except ConnectionError:  # stay open, because the worker's last messages can still be read
+            self._unsent.clear()
+        if not self._is_open:
+            self._unsent.clear()
+        return not self._unsent
 
     def _on_writable(self) -> None:
         try:
             is_done = self._flush()
         except OSError as error:
-            note(error, f"What {self.name} is to do cannot be sent.")
+            add_note_to(error, f"A message to {self.name} cannot be sent.")
             self._reports.failed(error)
             is_done = True
         if is_done:
             asyncio.get_running_loop().remove_writer(self.channel.fileno())
 
     def stop(self, seconds: float, message: Message) -> None:
-        """Have the worker end within this time."""
+        """Make the worker end within this time."""
         self.read()
-        if not self._has_begun:  # it will see the page, and build nothing
+        if not self._has_begun:  # if it begins just now, it sees the page and builds nothing
             self.kill()
         elif not self.has_ended.is_set():
             with contextlib.suppress(OSError):
-                self._bell.send_bytes(struct.pack("d", seconds))
+                self._stop_pipe.send_bytes(struct.pack("d", seconds))
             self.send(message)
 
     def kill(self) -> None:
@@ -190,14 +190,14 @@ class WorkerProcess:
             self.process.kill()
 
     def close(self) -> None:
-        """Release what is left after the process's end. Idempotent."""
-        if self._bell.closed:
+        """Release the channel and the process after its end. Idempotent."""
+        if self._stop_pipe.closed:
             return
         self._unwatch()
         self._is_open = False
         self._flush()
         self.channel.close()
-        self._bell.close()
+        self._stop_pipe.close()
         if self.process.exitcode is None:
             logger.error("%s was killed but has not ended yet", self.name)
         else:
@@ -205,7 +205,7 @@ class WorkerProcess:
 
 
 class LocalFamily(Family):
-    """Processes by multiprocessing's ``start_method``, "spawn" or "forkserver". ``owner`` names their collector."""
+    """Processes by multiprocessing's ``start_method``, "spawn" or "forkserver". ``owner``: the collector's name."""
 
     shares_memory = True
 
@@ -219,10 +219,10 @@ class LocalFamily(Family):
         return [process.pid for process in self.processes]
 
     def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> None:
-        self._call_soon, self._given = group.call_soon, (group.page.place, replay_buffer, schemes)
+        self._call_soon, self._arguments = group.call_soon, (group.page.place, replay_buffer, schemes)
 
     def start(self, rank: int, reports: Reports) -> None:
-        process = WorkerProcess(self._context, self._owner, rank, self._given, reports)
+        process = WorkerProcess(self._context, self._owner, rank, self._arguments, reports)
         self.processes.append(process)
         self._call_soon(process.watch)
 
@@ -237,7 +237,7 @@ class LocalFamily(Family):
         return self.processes[rank].name
 
     async def end(self, deadline: float) -> None:
-        # Not terminate(), which ends a Python program just as hard, unless an environment catches the signal.
+        # terminate() would be no gentler on a Python program, and an environment may catch its signal.
         for process in self.processes:
             if not (process.has_ended.is_set() or process.is_killed):
                 logger.warning("%s did not end in time: killing it", process.name)
@@ -249,8 +249,8 @@ class LocalFamily(Family):
             process.close()
 
 
-def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
-    """The error for a process that has ended, and has not said why."""
+def process_death_error(where: str, code: int | None, *, starting: bool) -> PeerLost:
+    """The error for a process that has ended without sending a failure."""
     how = f"ended with exit code {code}"
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
@@ -271,75 +271,75 @@ def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
 
 def run_worker(
     end: socket.socket,
-    bell: Connection,
+    stop_pipe: Connection,
     rank: int,
     place: MemoryPlace,
     replay_buffer: Any,
     schemes: Mapping[str, Any],
 ) -> None:
     """The process's target."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now; an environment's processes are not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
     sys.setswitchinterval(SWITCH_INTERVAL)
-    # Before the control page: that it can be opened shows that this is the trainer's pid.
-    watched = [bell, *_trainer(place.pid)]
+    # Before the control page is opened: if that succeeds, this pid was the trainer's, and not yet another process's.
+    watched = [stop_pipe, *_trainer_pidfd(place.pid)]
     channel = Channel(end)
     try:
         page = page_at(place)
     except WeightSyncError as error:
-        if bell.poll(1.0):
-            return  # the trainer has ended meanwhile
-        report(channel, error)
+        if stop_pipe.poll(1.0):
+            return  # the trainer has ended, and the page with it
+        report_failure(channel, error)
         sys.exit(1)
     worker = Worker(rank, channel, page, BatchWriter(), replay_buffer, schemes)
-    watch = Watch(worker, page, channel)
-    threading.Thread(target=watch.listen, args=(watched,), name="asyncsync-collector-bell", daemon=True).start()
+    watch = TrainerWatch(worker, page, channel)
+    threading.Thread(target=watch.run, args=(watched,), name="asyncsync-collector-watch", daemon=True).start()
     is_well = worker.run()
     if watch.is_orphaned or not page.stopped:
         watch.sweep(ORPHAN_SECONDS if watch.is_orphaned else 0.0)
     watch.ended.set()
-    gc.freeze()  # else the interpreter's end searches all of torch for garbage: 0.6 s of a core
+    gc.freeze()  # else the interpreter searches all of torch for garbage at its end, which takes 0.6 s of a core
     if not is_well:
         sys.exit(1)
 
 
-def _trainer(pid: int) -> list[int]:
-    """Descriptors that are readable when the trainer has ended, even if a child that it forked keeps our pipes open."""
+def _trainer_pidfd(pid: int) -> list[int]:
+    """At most one descriptor, readable when the trainer has ended, even if its forked child keeps the pipes open."""
     if not hasattr(os, "pidfd_open"):
         return []
     try:
         return [os.pidfd_open(pid)]
     except ProcessLookupError:
-        return []  # then the control page cannot be opened
-    except OSError as error:  # forbidden by a sandbox: the bell remains
+        return []  # the trainer has ended, so the control page cannot be opened
+    except OSError as error:  # a sandbox forbids it; the stop pipe is still watched
         logger.debug("cannot watch process %d: %s", pid, error)
         return []
 
 
-class Watch:
-    """Ends a worker's process when its trainer wants that, or has ended."""
+class TrainerWatch:
+    """Ends a worker's process when its trainer asks for that or has ended."""
 
     def __init__(self, worker: Worker, page: ControlPage, channel: Channel) -> None:
         self._worker, self._page, self._channel = worker, page, channel
         self.ended = threading.Event()
         self.is_orphaned = False
 
-    def listen(self, watched: list[Any]) -> None:
-        """In a thread: wait until the trainer has ended, or the time that it allows for this process's end is over."""
-        [bell, *_] = watched
+    def run(self, watched: list[Any]) -> None:
+        """In a thread: end this process when the trainer has ended, or the time that it allows is over."""
+        [stop_pipe, *_] = watched
         limit = None
-        while bell in wait(watched, limit):
+        while stop_pipe in wait(watched, limit):
             try:
-                [limit] = struct.unpack("d", bell.recv_bytes())
+                [limit] = struct.unpack("d", stop_pipe.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._worker.interrupt(ORPHAN_SECONDS)
+            self._worker.end_waits(ORPHAN_SECONDS)
         self.is_orphaned = True
-        if not self._page.stopped:  # nobody else has: the main thread sees it before its next step
+        if not self._page.stopped:  # the trainer has not; the main thread sees it before its next step
             self._page.stop()
         self._channel.shutdown()
         self.sweep()
-        self._worker.interrupt(ORPHAN_SECONDS)
+        self._worker.end_waits(ORPHAN_SECONDS)
         self.ended.wait(ORPHAN_SECONDS)
         self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
@@ -347,8 +347,8 @@ class Watch:
         os._exit(1)
 
     def sweep(self, patience: float = 0.0) -> None:
-        """Remove what a trainer that was killed has left. Its locks may stay taken for ``patience`` seconds: until it
-        has ended altogether, or a process that it had just forked has released them."""
+        """Remove the files that a killed trainer has left. Retry for ``patience`` seconds, because the trainer's locks
+        stay taken until it has ended altogether and any process that it had just forked has released them."""
         deadline = time.monotonic() + patience
         for scheme in self._worker.schemes.values():
             while (private := private_directory(scheme.bus.endpoint)) is not None and private.exists():
@@ -358,4 +358,4 @@ class Watch:
                     logger.debug("%s cannot be swept: %s", private.parent, error)
                 if time.monotonic() >= deadline:
                     break
-                time.sleep(SWEEP_AGAIN)
+                time.sleep(SWEEP_INTERVAL)

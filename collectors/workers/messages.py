@@ -1,12 +1,13 @@
-"""What travels between a collector and its workers: pickles, failures, and packets through sockets.
+"""What a collector and its workers send each other: pickles, failures, and packets through sockets.
 
-A failure is a worker's exception. What the trainer raises has the worker's type where that can be, a note that names
-the worker, and a :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. An exception that
-cannot be pickled, whose class is not importable here, or whose attributes cannot be set, is raised as a RemoteError.
+A failure is a worker's exception. The trainer raises it with the worker's type where that is possible, with a note that
+names the worker, and with a :class:`~asyncsync.errors.RemoteError` as its cause, which has the worker's traceback. It
+raises the RemoteError itself if the exception cannot be pickled, its class cannot be imported here, or its attributes
+cannot be set.
 
-Between processes of one host, each message is one packet, so that nobody ever reads or writes half of one. It has
-32 KiB at most. What is larger is written to a memory file first, whose descriptor travels in the packet; the receiver
-maps the file, and its tensors lie in that mapping: nothing is copied on the way in.
+Between processes of one host, each message is one packet, so neither side reads or writes half of a message. A packet
+has at most 32 KiB. A larger message is written to a memory file, whose descriptor travels in the packet. The receiver
+maps the file, and the message's tensors lie in that mapping, so receiving copies nothing.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _ALIGNED = 64
 
 
 def dumps(value: Any) -> bytes:
-    """Anything that a program holds: lambdas, closures, and what it has defined in its main module."""
+    """Pickle any object of a program, also lambdas, closures, and what its main module defines."""
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves the memory of plain tensors where it is; torch's own way makes two copies."""
+    """Does not copy the memory of plain tensors, which torch's own pickling copies twice."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
@@ -75,16 +76,16 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # What a spawned process calls __mp_main__ is the trainer's __main__.
+        # A spawned process imports the trainer's __main__ under the name __mp_main__.
         return super().find_class("__main__" if module == "__mp_main__" else module, name)
 
 
 def pickled(value: Any) -> bytes:
-    """What travels to workers. Raises whatever pickling it raises, with a note that says what to do."""
+    """Pickle what the user gives to workers. If pickling raises, a note on the error says what to do."""
     try:
         return dumps(value)
     except Exception as error:
-        note(
+        add_note_to(
             error,
             "cloudpickle sends environment factories, policy, hooks, postproc, schemes and a replay buffer to the "
             "workers. Make what cannot be pickled in the worker: in create_env_fn, policy_factory or init_fn. A replay "
@@ -94,7 +95,7 @@ def pickled(value: Any) -> bytes:
 
 
 class Parcel:
-    """A pickled part of a message, unpickled where and when it is wanted: ``loads(parcel)``."""
+    """A pickled part of a message. The receiver unpickles it when and where it needs the value: ``loads(parcel)``."""
 
     def __init__(self, pickled: Any, buffers: Sequence[Any]) -> None:
         self.pickled = pickled
@@ -111,20 +112,20 @@ class Parcel:
 
 
 def loads(pickled: bytes | Parcel) -> Any:
-    """What was pickled. Tensors of a parcel are views of the memory that it came in, which nothing else uses."""
+    """Unpickle. Tensors of a parcel are views of the memory that the parcel came in, which nothing else uses."""
     if isinstance(pickled, Parcel):
         return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
 class RolloutResult(NamedTuple):
-    """A rollout that a worker has done.
+    """A worker's finished rollout.
 
     Attributes:
-        in_place: whether it lies where the request's place is.
-        steps, frames: time steps, and environment frames, of it.
-        layout: of a whole rollout; None: there is none that describes it.
-        load: returns the batch, unless that lies in place or in a replay buffer; to be called in the caller's thread.
+        in_place: whether it lies in the slot that the request named.
+        steps, frames: its time steps, and its environment frames.
+        layout: of a whole rollout; None: no layout describes it, or the trainer does not need it.
+        load: returns the batch, unless that lies in the slot or in a replay buffer. Call it in the caller's thread.
     """
 
     worker: int
@@ -136,14 +137,14 @@ class RolloutResult(NamedTuple):
 
 
 class Stopped(Exception):
-    """The other side is gone, or the trainer wants this worker to end."""
+    """The other side is gone, or the trainer has asked this worker to end."""
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
 class Failure(NamedTuple):
-    """An exception, ready to travel: described, and pickled where that can be."""
+    """An exception as a message: described, and also pickled if it can be."""
 
     described: RemoteError
     pickled: bytes | None
@@ -161,20 +162,20 @@ class Failure(NamedTuple):
         return cls(RemoteError(f"{kind.__module__}.{kind.__qualname__}", message, text), pickled)
 
     def error(self, where: str) -> Exception:
-        """The exception to be raised here; ``where`` names the worker that it is from."""
+        """The exception to raise here. ``where`` names the worker that raised it."""
         where = f"It was raised in {where}."
         if self.pickled is not None:
             with contextlib.suppress(Exception):
                 error: Exception = loads(self.pickled)
-                error.__cause__ = self.described  # which a frozen dataclass refuses
+                error.__cause__ = self.described  # a frozen dataclass refuses this
                 error.add_note(where)
                 return error
         self.described.add_note(where)
         return self.described
 
 
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, unless it refuses that, as a frozen dataclass does."""
+def add_note_to(error: BaseException, text: str) -> None:
+    """Add a note to an exception, unless the exception refuses notes, as a frozen dataclass does."""
     with contextlib.suppress(Exception):
         error.add_note(text)
 
@@ -183,15 +184,14 @@ def note(error: BaseException, text: str) -> None:
 
 
 class Packet(NamedTuple):
-    """A message that is ready to be sent. With a ``file``, that has the message's bytes, and ``data`` says how many
-    parts it has."""
+    """An encoded message. With a ``file``, the file has the message's bytes, and ``data`` the number of its parts."""
 
     data: bytes
     file: MemoryFile | None
 
 
 def encode(message: Any) -> Packet:
-    """A packet of the library's own objects and parcels."""
+    """Encode a message of the library's own objects and parcels."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts: list[Any] = [pickled, *(buffer.raw() for buffer in buffers)]
@@ -210,7 +210,7 @@ def encode(message: Any) -> Packet:
 
 def _decode(data: bytes, file: int) -> Any:
     [count] = _PARTS.unpack(data)
-    memory: Any = MemoryFile(file).tensor(private=True).numpy()  # tensors in it are written to
+    memory: Any = MemoryFile(file).tensor(private=True).numpy()  # private, because the user may write to its tensors
     rest = memoryview(memory)
     position, parts = 8 * count, []
     for length in struct.unpack_from(f"<{count}Q", rest):
@@ -224,8 +224,8 @@ def _decode(data: bytes, file: int) -> Any:
 
 
 class Channel:
-    """One end of a pair of sockets. The trainer's loop thread never waits: it calls :meth:`offer`, and
-    ``receive(wait=False)``. A worker's end is its line, with :meth:`send` and :meth:`receive`."""
+    """One end of a pair of sockets. The trainer's loop thread never waits: it calls :meth:`offer` and
+    ``receive(wait=False)``. A worker's end is its :class:`TrainerLine`, with :meth:`send` and :meth:`receive`."""
 
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(None)
@@ -239,8 +239,8 @@ class Channel:
         return self._socket.fileno()
 
     def offer(self, packet: Packet) -> bool:
-        """Send the packet if there is room; whether there was. Raises ConnectionError: the other side is gone; OSError:
-        too many open files are on their way (ETOOMANYREFS), say."""
+        """Send the packet if the socket has room for it. Returns whether it had. Raises ConnectionError: the other side
+        is gone; OSError: for example, too many files are in transit (ETOOMANYREFS)."""
         file = [] if packet.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(packet.file.fd))]
         try:
             self._socket.sendmsg([packet.data], file, socket.MSG_DONTWAIT)
@@ -249,15 +249,15 @@ class Channel:
         return True
 
     def receive(self, wait: bool = True) -> Any:
-        """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
+        """The next message. None: there is none, and ``wait`` is False. Raises Stopped: the other side is gone, or
         :meth:`shutdown` was called; OSError: this process has too many open files."""
         room, flags = socket.CMSG_LEN(_FILE.size), 0 if wait else socket.MSG_DONTWAIT
-        # Not recv_fds, which heeds no flags before Python 3.12.
+        # Not socket.recv_fds, which ignores flags before Python 3.12.
         read = partial(self._socket.recvmsg, MAX_PACKET, room, flags | socket.MSG_CMSG_CLOEXEC)
         try:
             try:
                 data, files, found, _ = read()
-            except ConnectionResetError:  # the other side left something unread; what it has sent comes after this
+            except ConnectionResetError:  # the other side ended with unread messages; its own messages follow this
                 data, files, found, _ = read()
         except BlockingIOError:
             return None
@@ -270,8 +270,8 @@ class Channel:
         return _decode(data, *_FILE.unpack(files[0][-1])) if files else loads(data)
 
     def send(self, *message: Any) -> None:
-        """Send a message as soon as there is room. Raises Stopped: the other side is gone; AckTimeout: there was no
-        room for a minute; OSError: it cannot be sent."""
+        """Send a message as soon as the socket has room for it. Raises Stopped: the other side is gone; AckTimeout: the
+        socket had no room for a minute; OSError: the message cannot be sent."""
         packet = encode(message)
         try:
             if not self.offer(packet):
@@ -285,7 +285,7 @@ class Channel:
             self._socket.settimeout(None)
 
     def shutdown(self) -> None:
-        """End both directions, which also ends the wait of another thread."""
+        """End both directions. A :meth:`receive` that waits in another thread raises Stopped."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError as error:

@@ -1,12 +1,12 @@
-"""Batches through shared memory: workers write the parts of a batch where the trainer reads it.
+"""Batches through shared memory: workers write the parts of a batch where the trainer reads them.
 
 The trainer owns the slots, which are memory files, and leases them. A request for a rollout names a slot, where the
-worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short message makes
-the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers lie in one slot:
-stacked, or one after another along a dimension.
+worker's collector stores each step by a :class:`BatchWriter`. So one short message after the last step makes the batch
+readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers lie in one slot: stacked,
+or concatenated along a dimension.
 
-A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
-its layout is not known before.
+A slot is written again only when no tensor of its batch is alive. The first batch of an arrangement comes by value,
+because its layout is not known before.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from asyncsync.weights import slab
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 
-MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
-MAX_SPARE = 2  # slots: the one that is written, and the one that is read
+MAX_HELD = 32  # slots of one pool; while there are more, the user gets copies of batches
+MAX_SPARE = 2  # unused slots: usually one is being written while another is read
 
 Lease = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of a slot that workers may write, as plain numbers: its :class:`MemoryPlace`, and the inodes of all slots that will
-be leased again. Workers unmap others."""
+"""A slot that workers may write, as plain numbers: its :class:`MemoryPlace`, and the inodes of all slots that may be
+leased again. Workers unmap all other slots."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How parts of ``count`` workers, all alike, make one batch: one after another along ``dim`` of ``[*batch_size,
-    steps]``; None: stacked, first."""
+    """How equal parts of ``count`` workers make one batch: concatenated along ``dim`` of ``[*batch_size, steps]`` or,
+    with None, stacked along a new first dimension."""
 
     part: BatchLayout
     count: int
@@ -48,7 +48,8 @@ class Arrangement:
 
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
-        """The arrangement of these parts; None where they are not alike, or do not lie in the host's memory."""
+        """The arrangement of parts with these layouts. None: the layouts differ, or are not all in CPU memory. Raises
+        ValueError: the parts have no such dimension."""
         part = parts[0]
         if part is None or not part.leaves or any(leaf.device.type != "cpu" for leaf in part.leaves):
             return None
@@ -86,8 +87,7 @@ class Arrangement:
         return Layout([((str(i),), leaf.dtype, tuple(shape)) for i, (leaf, shape) in enumerate(leaves)])
 
     def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
-        """The leaves of the whole batch in this memory, or one worker's part of each, in the layout's order; they keep
-        the memory alive."""
+        """The leaves of the whole batch, or one worker's parts, in the layout's order. They keep the memory alive."""
         with normal_tensors():
             found = [entry.tensor(memory) for entry in self.packed.entries]
         if index is None:
@@ -99,14 +99,15 @@ class Arrangement:
 
 
 class _Slot:
-    """A memory file for batches, mapped here.
+    """A memory file for batches, mapped in this process.
 
     Attributes:
-        used: its memory while something here keeps that alive; else it returns None.
-        forks: of this process, when a batch in it was handed out: a child that was forked since may read it for ever.
+        borrowed: returns the borrowed memory, or None if no tensor here keeps it alive.
+        forks: how often this process had forked when a batch in the slot was handed out. A child that was forked since
+            then may read the slot at any time.
     """
 
-    used: Callable[[], memoryview | None] = staticmethod(lambda: None)
+    borrowed: Callable[[], memoryview | None] = staticmethod(lambda: None)
     forks: int | None = None
 
     def __init__(self, file: MemoryFile) -> None:
@@ -114,15 +115,14 @@ class _Slot:
         self.place = file.place
         self.tensor = file.tensor()
 
-    def use(self, freed: Callable[[object], None] | None = None) -> memoryview:
-        """The memory. Tensors that are made of it keep this very object alive; when none is left, ``freed`` is called
-        with :attr:`used`, in whatever thread."""
+    def borrow(self, on_free: Callable[[object], None] | None = None) -> memoryview:
+        """The memory. Tensors that are made of it keep the returned object alive. When none is left, ``on_free`` is
+        called with :attr:`borrowed`, in any thread."""
         memory = self.tensor.numpy().data
-        self.used = weakref.ref(memory, freed)
+        self.borrowed = weakref.ref(memory, on_free)
         return memory
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies anywhere in this slot."""
+    def contains(self, tensor: torch.Tensor) -> bool:
         return 0 <= tensor.untyped_storage().data_ptr() - self.tensor.data_ptr() < self.tensor.nbytes
 
 
@@ -131,18 +131,20 @@ class _Slot:
 
 @dataclass(eq=False)
 class Batch:
-    """A batch, from the request for its rollouts until its caller has it. With an ``arrangement``, its parts lie in a
-    slot, else they come by value. The slot may be written again when neither this object nor a tensor of it is left.
+    """A batch, from the request for its rollouts until its caller has it.
+
+    With an ``arrangement``, the workers write its parts to a slot, if they fit. Otherwise the parts come by value. The
+    slot may be written again when neither this object nor a tensor of the batch is alive.
 
     Attributes:
-        lease: what is sent to the workers.
-        is_copied: whether the user holds too many batches to be given this slot.
-        results: of the rollouts, when all are done.
-        in_place: whether all of them lie in the slot.
-        value: the batch. None: it was not assembled yet; or it is finished, and its frames went to a replay buffer, or
-            too few trajectories have ended.
-        is_finished: whether nothing is left to do: the user's code has processed it.
-        is_lost: whether an interruption has struck the user's code.
+        lease: the slot as workers need to know it.
+        is_copied: whether the user gets a copy, because too many slots are in use.
+        results: the finished rollouts; empty until all are done.
+        in_place: whether all rollouts lie in the slot.
+        value: the assembled batch. None: it is not assembled yet; or it is finished, and its frames went to a replay
+            buffer, or too few trajectories have ended.
+        is_finished: whether the batch needs no further processing.
+        is_lost: whether the user's code is processing it: if an interruption strikes there, the batch is lost.
     """
 
     arrangement: Arrangement | None = None
@@ -158,64 +160,73 @@ class Batch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts lie in the slot as one batch, so that nothing is left to copy."""
+        """Whether the slot holds the whole batch, so that no part must be copied."""
         if not self.in_place or self.arrangement is None:
             return False
-        steps = self.arrangement.part.steps  # of a rollout that was not cut
-        return self.arrangement.dim is None or all(result.steps == steps for result in self.results)
+        uncut = self.arrangement.part.steps
+        return self.arrangement.dim is None or all(result.steps == uncut for result in self.results)
 
     def parts(self) -> list[TensorDictBase]:
-        """The part of each worker, as long as its rollout was."""
+        """Each worker's part, with the steps of its rollout."""
         return [
-            self.shared(index)[..., : result.steps] if result.in_place else result.load()
+            self.from_slot(index)[..., : result.steps] if result.in_place else result.load()
             for index, result in enumerate(self.results)
         ]
 
-    def shared(self, index: int | None = None) -> TensorDictBase:
+    def from_slot(self, index: int | None = None) -> TensorDictBase:
         """The whole batch in the slot, or one worker's part of it."""
         assert self.arrangement is not None
         assert self.slot is not None
-        self.slot.file.close()  # every process that needs the file has mapped it
+        self.slot.file.close()  # all processes that need the file have mapped it
         self.slot.forks = slab.forks
         layout = self.arrangement.layout if index is None else self.arrangement.part
         batch = layout.build(self.arrangement.tensors(self.memory, index))
         return batch.clone() if self.is_copied else batch
 
 
-class Places:
-    """Where the rollouts of some workers lie so that together they are one batch, along ``dim`` as in
-    :class:`Arrangement`. ``teach`` sends a new arrangement to the workers, which forget the one before.
+class SlotPool:
+    """The slots for batches with one rollout of each of some workers, arranged along ``dim`` as in
+    :class:`Arrangement`. ``announce`` sends a new arrangement to the workers, which forget the previous one.
 
     Attributes:
         arrangement: of the next batches; None: the layout is not known yet.
-        slots: of that arrangement; the last one was taken last.
+        slots: those of that arrangement; the most recently taken one is the last.
     """
 
-    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
-        self._dim, self._teach = dim, teach
-        places = weakref.ref(self)
+    def __init__(self, dim: int | None, announce: Callable[[Arrangement], None]) -> None:
+        self._dim, self._announce = dim, announce
+        pool = weakref.ref(self)  # slots keep the function below, which must not keep the pool
 
-        def freed(used: object) -> None:
-            if (here := places()) is not None:
-                here._forget(used)
+        def on_free(borrowed: object) -> None:
+            """The slot with this :attr:`_Slot.borrowed` is free. In any thread. Drop it from the pool if there are
+            enough spare slots, or if a forked child may be reading it."""
+            if (here := pool()) is None:
+                return
+            slots = here.slots.copy()
+            for slot in slots:
+                if slot.borrowed is borrowed:
+                    is_read, slot.forks = slot.forks not in (None, slab.forks), None
+                    if is_read or sum(one.borrowed() is None for one in slots) > MAX_SPARE:
+                        with suppress(ValueError):  # another thread has dropped it
+                            here.slots.remove(slot)
 
-        self._freed = freed  # it keeps none of this alive
-        self._unlike: Arrangement | None = None  # of the latest batch that did not fit
-        self.arrange(None)
+        self._on_free = on_free
+        self._misfit: Arrangement | None = None  # of the previous batch, if that did not fit
+        self.use(None)
 
-    def arrange(self, arrangement: Arrangement | None) -> None:
-        """Use new slots for the next batches. Earlier batches stay what they are."""
+    def use(self, arrangement: Arrangement | None) -> None:
+        """Use new slots, of this arrangement, for the next batches. Earlier batches do not change."""
         self.arrangement = arrangement
         self.slots: list[_Slot] = []
         if arrangement is not None:
-            self._teach(arrangement)
+            self._announce(arrangement)
 
     def take(self) -> Batch:
-        """A place for the next batch. Raises WeightSyncError, MemoryError."""
+        """A batch with a free slot, if the layout is known. Raises WeightSyncError, MemoryError."""
         if self.arrangement is None:
             return Batch()
-        slots = self.slots.copy()  # at once, because another thread may free one
-        spare = [slot for slot in slots if slot.used() is None]
+        slots = self.slots.copy()  # at once, because another thread may drop one
+        spare = [slot for slot in slots if slot.borrowed() is None]
         used = [slot for slot in slots if slot not in spare]
         if not spare:
             file = MemoryFile.create(self.arrangement.packed.nbytes)
@@ -224,84 +235,73 @@ class Places:
         slot = spare[0]
         self.slots = [*used, *spare[1:MAX_SPARE], slot]
         lease = tuple(slot.place), tuple([one.place.inode for one in self.slots])
-        return Batch(self.arrangement, slot, slot.use(self._freed), lease, len(self.slots) > MAX_HELD)
+        return Batch(self.arrangement, slot, slot.borrow(self._on_free), lease, len(self.slots) > MAX_HELD)
 
-    def _forget(self, used: object) -> None:
-        """Nothing is left of the batch in the slot with this :attr:`~_Slot.used`. In whatever thread: no more slots are
-        kept than are needed, and none that a forked child may be reading."""
-        slots = self.slots.copy()
-        for slot in slots:
-            if slot.used is used:
-                is_read, slot.forks = slot.forks not in (None, slab.forks), None
-                if is_read or sum(one.used() is None for one in slots) > MAX_SPARE:
-                    with suppress(ValueError):  # another thread is quicker
-                        self.slots.remove(slot)
-
-    def learn(self, batch: Batch) -> None:
-        """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""
-        unlike, self._unlike = self._unlike, None
+    def adapt(self, batch: Batch) -> None:
+        """Adapt the arrangement to the layouts of a batch's rollouts. Call this once for each batch."""
+        misfit, self._misfit = self._misfit, None
         if batch.in_place:
             return
         known = None if batch.arrangement is None else batch.arrangement.part
         layouts = [known if result.in_place else result.layout for result in batch.results]
         arrangement = Arrangement.of(layouts, self._dim)
         if arrangement is None:
-            self.arrange(None)
-        elif self.arrangement is None or (self.arrangement != arrangement and unlike == arrangement):
-            self.arrange(arrangement)
-        elif self.arrangement != arrangement:  # one that comes once in a while is not worth a slot
-            self._unlike = arrangement
+            self.use(None)
+        elif self.arrangement is None or (self.arrangement != arrangement and misfit == arrangement):
+            self.use(arrangement)
+        elif self.arrangement != arrangement:  # new slots pay only if this arrangement comes twice in a row
+            self._misfit = arrangement
 
 
 # -- a worker's side ---------------------------------------------------------------------------------------------------
 
 
 class BatchWriter:
-    """Writes a worker's batches. One of which the worker's own code keeps something, as a hook may, goes by value: the
-    tensors stay that code's."""
+    """Writes a worker's batches to leased slots. If code in the worker, such as a hook, keeps tensors of a batch, that
+    batch goes to the trainer by value, and the slot is not written while those tensors live."""
 
     _arrangement: Arrangement
     _index: int
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[int, ...], _Slot] = {}  # by their places
+        self._slots: dict[tuple[int, ...], _Slot] = {}  # by place
         self._slot: _Slot | None = None
         self._views: list[torch.Tensor] | None = None
 
-    def learn(self, arrangement: Arrangement, index: int) -> None:
-        """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
+    def set_arrangement(self, arrangement: Arrangement, index: int) -> None:
+        """Set the arrangement of all later leases, and the index of this worker's part."""
         self._arrangement, self._index = arrangement, index
-        self._keep(())
+        self._unmap_all_but(())
 
-    def _keep(self, kept: tuple[int, ...]) -> None:
-        """Unmap all slots but those with these inodes, and those that something here uses."""
+    def _unmap_all_but(self, inodes: tuple[int, ...]) -> None:
+        """Unmap all slots except those with these inodes and those of which tensors live here."""
         slots = self._slots.items()
-        self._slots = {at: slot for at, slot in slots if slot.place.inode in kept or slot.used() is not None}
+        self._slots = {at: slot for at, slot in slots if slot.place.inode in inodes or slot.borrowed() is not None}
 
     def open(self, lease: Lease | None) -> None:
-        """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
+        """Write the next rollout to the leased slot, unless tensors of the slot still live here. Raises
         WeightSyncError, MemoryError: the slot cannot be mapped."""
         self._slot = self._views = None
         if lease is None:
             return
-        place, kept = lease
-        if any(known.place.inode not in kept for known in self._slots.values()):
-            self._keep(kept)
+        place, inodes = lease
+        if any(slot.place.inode not in inodes for slot in self._slots.values()):
+            self._unmap_all_but(inodes)
         if (slot := self._slots.get(place)) is None:
             with closing(MemoryFile.open(MemoryPlace(*place), TRAINER, REMEDY, writable=True)) as file:
                 self._slots[place] = slot = _Slot(file)
-        if slot.used() is None:
-            self._slot, self._views = slot, self._arrangement.tensors(slot.use(), self._index)
+        if slot.borrowed() is None:
+            self._slot, self._views = slot, self._arrangement.tensors(slot.borrow(), self._index)
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
-        """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
+        """Memory for a batch of this layout in the slot. None: there is no slot, or it is for another layout."""
         if self._views is None or layout != self._arrangement.part:
             return None
         return layout.build(self._views)
 
     def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
-        """Have the batch in the slot, if it fits: it lies there already, or is copied. Returns whether it is there, and
-        its layout (None: none describes it)."""
+        """Copy to the slot those entries of a finished batch that are not there, if the batch fits. Returns whether it
+        fits, and its layout (None: no layout describes it)."""
         found = layout_of(batch)
         views, self._views = self._views, None
         if views is None or found is None:
@@ -321,17 +321,17 @@ class BatchWriter:
             )
             if target.numel() and not is_there:
                 targets.append(target)
-                # Another entry of this batch, or a part of one, which may be written before it is read.
-                sources.append(source.clone() if self._slot.holds(source) else source)
+                # An entry in the slot may overlap another entry's target, which may be written before it is read.
+                sources.append(source.clone() if self._slot.contains(source) else source)
         if targets:
             with normal_tensors():
                 torch._foreach_copy_(targets, sources)
         return True, found
 
-    def kept(self, steps: int) -> TensorDictBase | None:
-        """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
-        it, since what the trainer writes there later would change them."""
-        if self._slot is None or (memory := self._slot.used()) is None:
+    def copy_if_kept(self, steps: int) -> TensorDictBase | None:
+        """After the caller has dropped the written batch: a copy of its ``steps`` if other code here keeps tensors of
+        it. The trainer then gets the copy, because what it writes into the slot would change those tensors."""
+        if self._slot is None or (memory := self._slot.borrowed()) is None:
             return None
         arrangement = self._arrangement
         return arrangement.part.build(arrangement.tensors(memory, self._index))[..., :steps].clone()

@@ -217,14 +217,14 @@ def test_who_asks_for_a_batch_just_when_workers_are_set_free_is_told(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with MultiAsyncCollector([make(delay=0.02)], policy(), **options(replay_buffer=buffer)) as collector:
-        check = collector._driver._is_in_vain
+        check = collector._driver._is_known_over
 
         def late() -> bool:
             result = check()
             collector.start()
             return result
 
-        monkeypatch.setattr(collector._driver, "_is_in_vain", late)
+        monkeypatch.setattr(collector._driver, "_is_known_over", late)
         with pytest.raises(RuntimeError, match="background"):
             collector.next()
 

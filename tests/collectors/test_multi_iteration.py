@@ -200,11 +200,13 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(planted.Batch, "shared", at_once)
+        patch.setattr(planted.Batch, "from_slot", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     collector.group.wait(lambda: True)  # the interrupted batch is left there
-    before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
+    before = collector._driver.frames - sum(
+        result.frames for made in collector._driver.leftover for result in made.results
+    )
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):
@@ -236,7 +238,7 @@ def test_what_a_hook_keeps_is_not_written_again() -> None:
         for _ in range(10):
             batch: Any = collector.next()
             assert batch["next", "reward"].eq(0).all()
-            assert set(collector._driver.busy) == {0}, "the next rollout is under way"
+            assert set(collector._driver.under_way) == {0}, "the next rollout is under way"
             batch.zero_()
 
 
@@ -280,7 +282,7 @@ def test_collection_ends_with_the_total_of_which_random_frames_are_counted_over_
         actions = torch.cat([batch["action"].flatten() for batch in collector])
         assert [int((actions == each).sum()) for each in (-1, 1)] == [2 * 12, 2 * 12]
         assert collector.next() is None
-        assert not collector._driver.busy  # nobody was asked for more than was wanted
+        assert not collector._driver.under_way  # nobody was asked for more than was wanted
     with pytest.raises(ClosedError, match="has been shut down"):
         collector.set_seed(0)
 

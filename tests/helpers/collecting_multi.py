@@ -225,7 +225,7 @@ def fail_and_end(collector: Any, error: Exception) -> None:
     """End the workers just after one of them has failed."""
 
     async def both() -> None:
-        collector.group._fail(error)
+        collector.group._set_failure(error)
         await collector.group._shutdown(5.0)
 
     loop_thread.run(both)

@@ -38,7 +38,7 @@ def _prepare() -> None:
 
 
 def _pids(collector: Any) -> list[int]:
-    return [int(where.split()[1]) for _, where in sorted(collector._nodes.where.items())]
+    return [int(name.split()[1]) for _, name in sorted(collector._nodes.node_names.items())]
 
 
 def _killed_during(pid: int, work: Callable[[], Any]) -> tuple[str, str, float]:

@@ -13,7 +13,7 @@ from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, GlooLine
 from asyncsync.collectors.distributed.launched import Launcher, Meeting, Program, Running
 from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.collectors.workers.group import Reports
-from asyncsync.collectors.workers.worker import Message, where
+from asyncsync.collectors.workers.worker import Message, process_name
 from asyncsync.transports import torch_distributed
 from asyncsync.transports.torch_distributed import OwnStore, Pair
 
@@ -37,8 +37,8 @@ class OwnLauncher(Launcher):
         """As the program that was started as this one."""
         meeting: Meeting
         meeting, _, launched = self.started[number]
-        meeting.store().set(f"here/{launched}", where())
-        pair = Pair(meeting.store(), f"node-{where()}-{launched}", _NODE, meeting.host)
+        meeting.store().set(f"here/{launched}", process_name())
+        pair = Pair(meeting.store(), f"node-{process_name()}-{launched}", _NODE, meeting.host)
         return GlooLine(pair, meeting.key)
 
 
@@ -82,7 +82,7 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     family.send(0, ("build",))
     there = launcher.join(0)
     assert there.receive() == ("build",)
-    there.send([("begun", where())])
+    there.send([("begun", process_name())])
     until(lambda: first.messages)
     family.start(0, second.reports)
     there.close()
@@ -92,10 +92,10 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     until(lambda: len(torch_distributed._kept_in_children) == before + 2)  # the connection to the first is closed
     launcher.ends[0].put("the launcher has looked late")
     until(lambda: first.lost)
-    again.send([("begun", where()), ("built",)])
+    again.send([("begun", process_name()), ("built",)])
     until(lambda: len(second.messages) == 2)
     assert second.lost == []
-    assert where() in family.name(0)
+    assert process_name() in family.name(0)
     launcher.ends[1].put("the second has ended")
     until(lambda: second.lost)
     assert str(second.lost[0]) == "the second has ended"

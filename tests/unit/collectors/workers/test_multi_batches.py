@@ -152,8 +152,8 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     """A Python that was built for an old libc."""
     monkeypatch.delattr(os, "memfd_create")
     part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
-    places = batches.Places(None, lambda arrangement: None)
-    places.arrange(batches.Arrangement.of([part], None))
+    places = batches.SlotPool(None, lambda arrangement: None)
+    places.use(batches.Arrangement.of([part], None))
     lease = places.take().lease
     assert lease is not None
     assert MemoryPlace(*lease[0]).size >= 48

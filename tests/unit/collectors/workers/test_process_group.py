@@ -34,7 +34,7 @@ def group() -> Iterator[WorkerGroup]:
     made = group_of_processes()
     yield made
     made.end(1.0)
-    made.close()
+    made.page.close()
 
 
 def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerGroup) -> None:
@@ -43,7 +43,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
-    group.nudge()
+    group.recheck_waits()
     with pytest.raises(AckTimeout):
         group.wait(lambda: None, 0.05)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
 def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: WorkerGroup) -> None:
     group.start([], {}, None)
     found: list[int] = []
-    timer = threading.Timer(0.1, lambda: (found.append(1), group.nudge()))
+    timer = threading.Timer(0.1, lambda: (found.append(1), group.recheck_waits()))
     timer.start()
     assert group.wait(lambda: found, 20) == [1]
     timer.join()
@@ -104,7 +104,7 @@ def test_a_rollout_that_is_asked_for_in_a_pause_makes_no_step(tmp_path: Path) ->
         thread = threading.Thread(target=collector.next)
         with collector.pause():
             thread.start()
-            collector.group.wait(lambda: collector._driver.busy and collector.group.stand_still([0]), 20)
+            collector.group.wait(lambda: collector._driver.under_way and collector.group.have_paused([0]), 20)
             assert not stepped.exists()
         thread.join(20)
         assert stepped.exists()
@@ -196,4 +196,4 @@ def test_workers_that_are_importing_are_ended_at_once(caplog: pytest.LogCaptureF
     group.end(10.0)
     assert time.monotonic() - began < 5
     assert (group.alive, group.is_over, caplog.messages) == (0, True, [])
-    group.close()
+    group.page.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync.collectors.distributed.ray import GROUPS, NodeActor, RayFamily
+from asyncsync.collectors.distributed.ray import CONCURRENCY_GROUPS, NodeActor, RayFamily
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import dumps
 from asyncsync.collectors.workers.worker import Message
@@ -29,7 +29,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.actor = NodeActor(0)
-        self.pools = {group: ThreadPoolExecutor(count) for group, count in GROUPS.items()}
+        self.pools = {group: ThreadPoolExecutor(count) for group, count in CONCURRENCY_GROUPS.items()}
 
     def __getattr__(self, name: str) -> Any:
         def options(*, concurrency_group: str, num_returns: int = 1) -> Any:

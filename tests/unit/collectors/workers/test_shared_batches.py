@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from asyncsync.collectors.batch_layout import empty_batch, layout_of
 from asyncsync.collectors.rollout.steps import RolloutBuffer
-from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Batch, BatchWriter, Places
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Batch, BatchWriter, SlotPool
 from helpers.memory import mappings
 
 
@@ -38,19 +38,19 @@ def _first(shared: Any, layout: Any) -> Any:
     return empty_batch(layout) if shared is None else shared
 
 
-def make(parts: list[TensorDict], dim: int | None, writers: list[BatchWriter] | None = None) -> Places:
-    def teach(arrangement: Arrangement) -> None:
+def make(parts: list[TensorDict], dim: int | None, writers: list[BatchWriter] | None = None) -> SlotPool:
+    def announce(arrangement: Arrangement) -> None:
         for index, writer in enumerate(writers or ()):
-            writer.learn(arrangement, index)
+            writer.set_arrangement(arrangement, index)
 
-    places = Places(dim, teach)
-    places.arrange(Arrangement.of([layout_of(part) for part in parts], dim))
+    places = SlotPool(dim, announce)
+    places.use(Arrangement.of([layout_of(part) for part in parts], dim))
     assert places.arrangement is not None
     return places
 
 
-def opened(*part: TensorDict) -> tuple[Places, Batch, BatchWriter]:
-    """Places for the batches of one worker, one of them, and the worker's writer, which has it open."""
+def opened(*part: TensorDict) -> tuple[SlotPool, Batch, BatchWriter]:
+    """The slots for the batches of one worker, one of these batches, and the worker's writer, which has it open."""
     writer = BatchWriter()
     places = make([*part] or [rollout()], -1, [writer])
     place = places.take()
@@ -58,7 +58,7 @@ def opened(*part: TensorDict) -> tuple[Places, Batch, BatchWriter]:
     return places, place, writer
 
 
-def next_slot(places: Places) -> Any:
+def next_slot(places: SlotPool) -> Any:
     """The one that is used for the next batch, which nobody wants."""
     return places.take().slot
 
@@ -75,7 +75,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
         written, layout = writer.close(batched)
         assert written
         assert layout == layout_of(parts[i])
-    whole = place.shared()
+    whole = place.from_slot()
     expected = torch.stack(parts, 0) if dim is None else torch.cat(parts, dim)
     assert whole.batch_size == expected.batch_size
     assert (whole == expected).all()
@@ -85,7 +85,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     _, place, writer = opened()
     assert writer.close(rollout(7.0))[0]
-    assert place.shared()["a"][0, 0] == 7.0
+    assert place.from_slot()["a"][0, 0] == 7.0
     _, place, writer = opened()
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         change(batch)
         expected = batch.clone()
         assert writer.close(batch)[0]
-        assert (place.shared() == expected).all()
+        assert (place.from_slot() == expected).all()
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
@@ -116,7 +116,7 @@ def test_what_a_worker_keeps_is_its_own() -> None:
     assert writer.close(batch)[0]
     kept = batch["a"][1:]
     del batch
-    copy: Any = writer.kept(2)
+    copy: Any = writer.copy_if_kept(2)
     assert copy["a"][:, 0].tolist() == [1.0, 2.0]
     slot = place.slot
     del place
@@ -128,7 +128,7 @@ def test_what_a_worker_keeps_is_its_own() -> None:
     writer.open(again.lease)
     assert writer.allocate(layout_of(rollout())) is not None  # type: ignore[arg-type]
     writer.close(rollout())
-    assert writer.kept(3) is None
+    assert writer.copy_if_kept(3) is None
     assert next_slot(slots) is not slot
 
 
@@ -136,7 +136,7 @@ def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None
     """The first time, an interrupt has come before the batch was taken."""
     slots, place, _ = opened()
     slot = place.slot
-    first, second = place.shared(), place.shared()
+    first, second = place.from_slot(), place.from_slot()
     del first, place
     assert next_slot(slots) is not slot
     del second
@@ -149,13 +149,13 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     assert written
     assert layout is not None
     assert layout.steps == 2
-    assert place.shared()["a"][:2, 0].tolist() == [4.0, 5.0]
+    assert place.from_slot()["a"][:2, 0].tolist() == [4.0, 5.0]
 
 
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
     slots, place, _ = opened()
     first = place.slot
-    batch = place.shared()
+    batch = place.from_slot()
     del place
     last = batch["nested", "b"]
     assert next_slot(slots) is not first
@@ -172,7 +172,7 @@ def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
-    kept = [slots.take().shared() for _ in range(3 * MAX_HELD)]
+    kept = [slots.take().from_slot() for _ in range(3 * MAX_HELD)]
     assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
     assert len(os.listdir("/proc/self/fd")) <= before + MAX_HELD + 2
     assert len(slots.slots) <= MAX_HELD + 2
@@ -182,7 +182,7 @@ def test_who_keeps_many_batches_gets_copies() -> None:
 def test_slots_that_are_not_needed_any_more_go_with_their_batches() -> None:
     """Not with the next request, and not those that were spare when this process forked."""
     slots = make([rollout()], -1)
-    kept = [slots.take().shared() for _ in range(12)]
+    kept = [slots.take().from_slot() for _ in range(12)]
     assert len(slots.slots) == 12
     kept.clear()
     gc.collect()
@@ -200,9 +200,9 @@ def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left(
     before = len(os.listdir("/proc/self/fd"))
     slots, place, writer = opened()
     writer.close(rollout(writer=writer))
-    batch = place.shared()
+    batch = place.from_slot()
     unused = slots.take()
-    slots.arrange(None)
+    slots.use(None)
     del slots, place, writer, unused
     assert len(os.listdir("/proc/self/fd")) == before
     batch["a"].fill_(3.0)
@@ -215,7 +215,7 @@ def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left(
 def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
     slots, place, _ = opened()
     slot = place.slot
-    batch = place.shared()
+    batch = place.from_slot()
     del place
     pid = os.fork()
     if not pid:

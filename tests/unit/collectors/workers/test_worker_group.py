@@ -14,7 +14,7 @@ from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments
 from asyncsync.collectors.trajectories import WholeTrajectories
-from asyncsync.collectors.workers.group import APART, Reports, WorkerGroup
+from asyncsync.collectors.workers.group import IDS_PER_LAUNCH, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Parcel, dumps
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import AckTimeout, PeerLost
@@ -104,7 +104,7 @@ def groups() -> Iterator[Groups]:
     yield make
     for group in made:
         group.end(1.0)
-        group.close()
+        group.page.close()
 
 
 def lose(group: WorkerGroup, family: Family, rank: int) -> None:
@@ -249,10 +249,10 @@ def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups
     assert batch["collector", "traj_ids"].tolist() == [5] * 4, "node 0's lacks frames"
     family.begin(0)
     group.wait(lambda: group.connected, 20)
-    assert family.sent[0][0][3] == APART
+    assert family.sent[0][0][3] == IDS_PER_LAUNCH
     group.page.advance_trajectories(0, 7)  # loaded
     launch_again(group, family)
-    assert family.sent[0][0][3] == 2 * APART + 7
+    assert family.sent[0][0][3] == 2 * IDS_PER_LAUNCH + 7
 
 
 def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups: Groups) -> None:
@@ -314,17 +314,17 @@ def test_a_pause_waits_for_the_nodes_that_roll_out(groups: Groups) -> None:
     assert family.kinds(0).count("page") == before + 1, "one at a time"
     family.say(0, "told")
     let_pass(group)
-    assert not group.stand_still([0])
-    assert group.stand_still([1])
+    assert not group.have_paused([0])
+    assert group.have_paused([1])
     family.say(0, "paused")
-    group.wait(lambda: group.stand_still([0, 1]), 20)
+    group.wait(lambda: group.have_paused([0, 1]), 20)
     group.resume()
     let_pass(group)
     assert family.kinds(0)[-1] == "resume"
     family.say(0, "paused")  # it has read what the page said before
     let_pass(group)
     assert family.kinds(0)[-1] == "resume"
-    assert not group.stand_still([0])
+    assert not group.have_paused([0])
 
 
 def test_a_rollout_does_not_overtake_a_pause(groups: Groups) -> None:
@@ -334,7 +334,7 @@ def test_a_rollout_does_not_overtake_a_pause(groups: Groups) -> None:
         change()
         let_pass(group)
     assert not family.sent[0][-1][1].paused, "it has not answered that the first pause is over"
-    group.call_soon(group.request, 0, APART, False)
+    group.call_soon(group.request, 0, IDS_PER_LAUNCH, False)
     let_pass(group)
     before = family.sent[0][: family.kinds(0).index("rollout")]
     assert [message[1].paused for message in before if message[0] == "page"][-1]
@@ -360,7 +360,7 @@ def test_a_node_takes_messages_by_their_numbers_in_whatever_order_they_come() ->
     for number in (3, 1, 0):
         node.put(number, ("call", number, "state", dumps(())))
     found = [*node.answers()]
-    node.put(2, ("page", node._page.wishes(0)))
+    node.put(2, ("page", node._page.values_for(0)))
     while len(found) < 5:
         found += node.answers()
     assert sorted(message[0] for message in found) == ["begun", "reply", "reply", "reply", "told"]
