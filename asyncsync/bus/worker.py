@@ -90,7 +90,9 @@ class WorkerLink(Applying, Memory):
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, events = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_broadcast
-            self.whereabouts = SenderConnection(socket, *receive, sender, session, credentials, find, events, self.crash)
+            self.whereabouts = SenderConnection(
+                socket, *receive, sender, session, credentials, find, events, self.crash
+            )
             undo.callback(self.whereabouts.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
@@ -350,7 +352,7 @@ class WorkerLink(Applying, Memory):
         if machine.staged:
             self._offer_to_gate()
         if machine.open_question is not None:
-            self.verifying.begin_answer(machine.asked)
+            self.verifying.begin_answer(machine.open_question)
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self._transport(machine.session.local(part.model_id))

@@ -157,7 +157,9 @@ class Bus(BusCore):
 
     def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
         # The current values of the sources, extracted in the caller's thread.
-        return {topic: Extracted(source) for topic, source in run_without_waiting(self._extract(weights, workers)).items()}
+        return {
+            topic: Extracted(source) for topic, source in run_without_waiting(self._extract(weights, workers)).items()
+        }
 
     awaitable = staticmethod(loop_thread.run_async)
 

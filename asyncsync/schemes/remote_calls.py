@@ -449,7 +449,8 @@ class ActorPlace(MeetingPlace):
 
     async def open(self) -> None:
         if self.actor is None:
-            await elsewhere(THREAD, self._start)  # sets self.actor on The thread, even if this wait is cancelled
+            # The thread sets self.actor, even if this wait is cancelled.
+            await run_in_thread(MEETING_THREAD, self._start)
         try:
             await _call_actor(self.actor.is_there)
         except NotConnected as error:

@@ -177,7 +177,9 @@ class Evaluator(Lifetime):
         self._keep_result = partial(keep_result, group, self._requests, self._results)
         self._thread = WorkThread("asyncsync-evaluator")
         weakref.finalize(self, self._thread.abandon)
-        self._thread.submit_concurrent(lambda: None)  # starts the thread once, before several threads can request evaluations
+        self._thread.submit_concurrent(
+            lambda: None
+        )  # starts the thread once, before several threads can request evaluations
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class Evaluator(Lifetime):
         """:meth:`evaluate` for coroutines of any event loop. Cancelling withdraws the request, or drops its result."""
         return await self._evaluate(weights, weights_dict, step, timeout, blocking=False)
 
-    # With ``blocking=True``, a coroutine here awaits nothing, so ``run_without_waiting`` can run it in the caller's thread.
+    # With ``blocking=True``, no coroutine here awaits anything: ``run_without_waiting`` runs it in the caller's thread.
 
     async def _evaluate(
         self, weights: Any, by_id: Mapping[str, Any] | None, step: int | None, timeout: float | None, *, blocking: bool

@@ -75,7 +75,7 @@ class RolloutLock:
 
     def _check_may_roll(self) -> None:
         """Raises RuntimeError, ClosedError: this thread would never get its turn."""
-        if self._asking:
+        if self._owners:
             self.check_caller_can_wait()
         if self._rolling_thread is not None:
             where = "this thread" if self.caller_rolls_out else f"the thread {self._rolling_thread.name!r}"

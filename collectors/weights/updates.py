@@ -133,7 +133,7 @@ class WeightsAPI:
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
         await self._update(given, worker_ids, wait, kwargs, blocking=False)
 
-    # With ``blocking=True``, each coroutine here awaits nothing, so ``run_without_waiting`` can run it in the caller's thread.
+    # With ``blocking=True``, no coroutine here awaits anything: ``run_without_waiting`` runs it in the caller's thread.
 
     async def _update(
         self, given: Mapping[str, Any], worker_ids: WorkerIds, wait: bool, kwargs: dict[str, Any], *, blocking: bool
@@ -256,7 +256,9 @@ class WeightsAPI:
                 f"this {type(self).__name__} has no scheme that sends a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
-        run_without_waiting(self._send({"policy": weights}, self._worker_indices(worker_ids), DEFAULT_TIMEOUT, blocking=True))
+        run_without_waiting(
+            self._send({"policy": weights}, self._worker_indices(worker_ids), DEFAULT_TIMEOUT, blocking=True)
+        )
 
     # -- what a subclass with workers overrides -----------------------------------------------------------------------
 
@@ -495,7 +497,7 @@ class ActingWeights:
     def apply(self, update: Callable[[], None], timeout: float = DEFAULT_TIMEOUT) -> None:
         """Run ``update`` between two steps; returns when it has run. Raises AckTimeout: the current step took longer
         than ``timeout`` seconds, and nothing was changed; RuntimeError: a step called it, and would wait for itself."""
-        now(self.run_change(update, timeout, blocking=True))
+        run_without_waiting(self.run_change(update, timeout, blocking=True))
 
     async def run_change(self, update: Callable[[], None], timeout: float, *, blocking: bool) -> None:
         """:meth:`apply`. Without ``blocking``, the event loop runs on while another thread steps."""
