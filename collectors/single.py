@@ -162,7 +162,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         return self._lock.in_turn(self._hooked_rollout)
 
     def _hooked_rollout(self) -> TensorDictBase | None:
-        if (hook := self._pre_collect_hook) is not None:
+        if (hook := self.pre_collect_hook) is not None:
             self._call_hook(hook)
         try:
             with nullcontext() if self._profiler is None else self._profiler.rollout():
