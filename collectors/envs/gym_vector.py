@@ -38,11 +38,13 @@ class Vector:
         return self.env.step(actions)
 
     def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
-        """The last observations of ``finished`` environments (bool [num_envs]) that the step has not returned."""
+        """The last observations of ``finished`` environments (bool [num_envs]) that the step itself has not returned.
+        ``info`` is the step's."""
         return [], None
 
     def first_observations(self, finished: Array) -> Observed:
-        """The first observations of finished environments that the step has not returned. After the last ones."""
+        """The first observations of finished environments that the step has not returned. Call this after
+        :meth:`last_observations`."""
         return self.reset(finished)
 
     def reset(self, mask: Array) -> Observed:

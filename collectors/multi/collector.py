@@ -328,7 +328,7 @@ class GroupCollector(BaseCollector):
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
-        """Check the number of batch dimensions of a worker's environment (None: the worker has none of its own)."""
+        """Check the number of batch dimensions of a worker's environment (None: it has workers of its own)."""
 
     @property
     def requested_frames_per_batch(self) -> int:
