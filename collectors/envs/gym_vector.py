@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 Rows = Iterable[tuple[Any, Any]]
 """Observations of some environments, each with an index by which NumPy makes a view of its row in an array of all."""
 Observed = tuple[Rows, Mapping[str, Any] | None]
-"""Observations of some environments, and an info that contains theirs, or None."""
+"""Observations of some environments, and an info that contains theirs. None: there is no info."""
 
 
 class Vector:

@@ -123,7 +123,7 @@ class WorkerProcess:
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return
             except Exception as error:
-                add_note_to(error, f"A message of {self.name} cannot be read here.")
+                add_note_to(error, f"A message from {self.name} cannot be read here.")
                 self._reports.failed(error)
                 return
             if message is None:
