@@ -163,7 +163,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         return self._lock.run_rollout(self._rollout_with_hook)
 
     def _rollout_with_hook(self) -> TensorDictBase | None:
-        if (hook := self._pre_collect_hook) is not None:
+        if (hook := self.pre_collect_hook) is not None:
             self._call_hook(hook)
         try:
             with nullcontext() if self._profiler is None else self._profiler.rollout():

@@ -207,7 +207,7 @@ class Meeting(NamedTuple):
     key: bytes
 
     def store(self) -> Any:
-        """A client of the store, for one thread. Raises NotConnected: no connection."""
+        """A client of the store, for one thread. Raises NotConnected: it cannot be reached."""
         return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
@@ -256,7 +256,7 @@ class Launch:
 
 class LaunchedFamily(NodeFamily):
     """Nodes that the launcher of this name starts, with a store at ``tcp_port`` (None: 10003, or any free port if that
-    is taken). Raises TypeError, ValueError: arguments that fit no launcher."""
+    is taken). Raises TypeError, ValueError: there is no such launcher, or an argument does not fit it."""
 
     meeting: Meeting
     _launcher: Launcher
@@ -300,7 +300,7 @@ class LaunchedFamily(NodeFamily):
 
     def start(self, rank: int, reports: Reports) -> None:
         if rank in self.launches:
-            self.launches[rank].end(0.0)  # the rest of a lost launch
+            self.launches[rank].end(0.0)  # what is left of a lost launch
         self.node_names.pop(rank, None)
         number = next(self._launch_numbers)
         running = self._launcher.start(rank, self.program(), (self.meeting, rank, number))
@@ -380,13 +380,13 @@ class LaunchedFamily(NodeFamily):
 
 
 def as_tensors(value: Any) -> list[torch.Tensor]:
-    """A value for :func:`from_tensors` at the other end. Raises the errors of pickling."""
+    """The value as tensors of bytes, for :func:`from_tensors` at the other end. Raises the errors of pickling."""
     parcel = Parcel.of(value)
     return [as_tensor(parcel.pickled), *(as_tensor(buffer.raw()) for buffer in parcel.buffers)]
 
 
 def from_tensors(parts: list[torch.Tensor]) -> Any:
-    """The value. Its tensors lie in the memory of these."""
+    """The value of :func:`as_tensors`. Its tensors share the memory of ``parts``."""
     pickled, *memory = (part.numpy() for part in parts)
     return loads(Parcel(pickled, memory))
 

@@ -296,7 +296,8 @@ class RPCCollector(NodeCollector):
     def _connect_senders(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         super()._connect_senders(timeout)
-        schemes = self._sender_schemes.items()  # connecting RPC schemes send nothing, so this sends the first weights
+        # RPC schemes connect without waiting for a node and without sending, so this sends the first weights.
+        schemes = self._sender_schemes.items()
         if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.has_default()}:
             run_without_waiting(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 

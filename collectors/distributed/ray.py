@@ -3,8 +3,8 @@
 The trainer calls an actor with messages, and asks it for answers, one call at a time. A batch is a Ray object. It stays
 in the object store of the host that made it until the caller who wants the batch fetches it.
 
-Collectors and evaluators share the connection: the first one makes it, unless the program has, and the last one ends
-it.
+Collectors and evaluators share the connection. If the program has not made one, the first of them makes it, and the
+last one ends it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RayFamily(NodeFamily):
         connection.hold(self, self._ray, self._init_config or {})
 
     def start(self, rank: int, reports: Reports) -> None:
-        self._kill(rank)  # the rest of a lost actor
+        self._kill(rank)  # what is left of a lost actor
         self.node_names.pop(rank, None)
         config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": CONCURRENCY_GROUPS}
         self.actors[rank], self._sent[rank] = self._ray.remote(**config)(NodeActor).remote(rank), 0

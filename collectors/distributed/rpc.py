@@ -54,7 +54,8 @@ class RPCLine:
 
 class RPCFamily(LaunchedFamily):
     """Nodes reached by RPC. ``options``: arguments of ``TensorPipeRpcBackendOptions``; ``devices``: for each node, the
-    device by which CUDA tensors reach this process; ``connect_timeout``: seconds that nodes wait for each other."""
+    device by which CUDA tensors reach this process; ``connect_timeout``: seconds that nodes wait for each other. For
+    the other arguments see :class:`LaunchedFamily`."""
 
     def __init__(
         self,
@@ -100,7 +101,8 @@ class RPCFamily(LaunchedFamily):
     def close(self, deadline: float) -> None:
         has_begun, self._has_begun = self._has_begun, False
         if has_begun:
-            # An agent logs a warning for each connection that ends before the agent has left. So all leave, then end.
+            # An agent logs a warning for each connection that ends before the agent has left. So all leave before any
+            # of them ends.
             leaving = Thread(target=leave, daemon=True)
             leaving.start()
             self.store.set("over", "1")

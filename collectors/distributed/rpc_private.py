@@ -1,8 +1,9 @@
 """Private names of torch.distributed.rpc that this package uses.
 
-The public ``rpc.init_rpc`` counts its calls in each process, and connects processes by the same number of calls. So a
-trainer that makes its second collector would wait in vain for new nodes, which call it for the first time. It also
-takes no store. So this module does what ``init_rpc`` does, with a store that the caller gives.
+The public ``rpc.init_rpc`` counts its calls in each process, and connects processes that have called it equally often.
+So a trainer that makes its second collector would wait in vain for new nodes, which call it for the first time. It also
+takes no store, although all nodes know the trainer's. So this module does what ``init_rpc`` does, with a store that the
+caller gives.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A :class:`Spec` describes the values of a space as tensors: it has the shape, dtype and device of one entry, draws
 random values, writes the environment's results into tensors, and converts actions for the environment. Shapes and
-dtypes are those of TorchRL's GymEnv. This module imports Gymnasium only when it is used, and never TorchRL. Feature
-dimensions come last, so a spec works for one environment, for a batch, and for one row of a batch.
+dtypes are those of TorchRL's GymEnv. This module imports Gymnasium only in functions that need it, and never TorchRL.
+Feature dimensions come last, so a spec works for one environment, for a batch, and for one row of a batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Spec(ABC):
     @abstractmethod
     def write(self, out: Array, value: Any) -> None:
         """Write the environment's result into ``out``, the NumPy view of a tensor or of a row of it. Raises ValueError:
-        the result has another shape; TypeError: it is no array of numbers, or its dtype does not fit."""
+        the result has another shape, or is none of the choices; TypeError: it is no array of numbers, or its dtype does
+        not fit."""
 
     @abstractmethod
     def read(self, action: Array) -> Array:
@@ -702,7 +703,7 @@ class GymEnv(NotTorchRLs):
 
     def _observations_memory(self) -> dict[Any, Array]:
         """New memory for observations, because policies may keep them, for example in stacks of frames."""
-        # By NumPy, because torch.empty(…).numpy() takes five times as long: a tenth of a vector's step.
+        # By NumPy, because torch.empty(…).numpy() takes five times as long, a tenth of a vector's step.
         return {key: np.empty(shape, dtype) for key, shape, dtype in self._forms}
 
     def container(self, items: dict[Any, Any]) -> TensorDict:

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 Rows = Iterable[tuple[Any, Any]]
 """Observations of some environments, each with an index by which NumPy makes a view of its row in an array of all."""
 Observed = tuple[Rows, Mapping[str, Any] | None]
-"""Observations of some environments, and an info that contains theirs, or None."""
+"""Observations of some environments, and an info that contains theirs. None: there is no info."""
 
 
 class Vector:
@@ -38,11 +38,13 @@ class Vector:
         return self.env.step(actions)
 
     def last_observations(self, finished: Array, info: Mapping[str, Any]) -> Observed:
-        """The last observations of ``finished`` environments (bool [num_envs]) that the step has not returned."""
+        """The last observations of ``finished`` environments (bool [num_envs]) that the step itself has not returned.
+        ``info`` is the step's."""
         return [], None
 
     def first_observations(self, finished: Array) -> Observed:
-        """The first observations of finished environments that the step has not returned. After the last ones."""
+        """The first observations of finished environments that the step has not returned. Call this after
+        :meth:`last_observations`."""
         return self.reset(finished)
 
     def reset(self, mask: Array) -> Observed:

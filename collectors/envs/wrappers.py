@@ -92,8 +92,9 @@ class StepLimit(Wrapper):
         self.max_steps = max_steps
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """Begin new trajectories, all or those of td's ``"_reset"`` mask, and set their counters to 0. Raises
-        ValueError: the environment counts steps already; KeyError: it has no done flag."""
+        """Begin new trajectories, all or those of td's ``"_reset"`` mask, and set their counters to 0. ``kwargs`` go to
+        the environment's ``reset``. Raises ValueError: the environment counts steps already; KeyError: it has no done
+        flag."""
         # Read first, because the environment may remove the mask.
         mask, before = (None, None) if td is None else (td.get("_reset", None), td.get("step_count", None))
         root = environments.reset(self.environment, td, **kwargs)

@@ -334,7 +334,7 @@ class GroupCollector(BaseCollector):
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
-        """Check the number of batch dimensions of a worker's environment (None: the worker has none of its own)."""
+        """Check the number of batch dimensions of a worker's environment (None: it has workers of its own)."""
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -536,8 +536,9 @@ class GroupCollector(BaseCollector):
         self.group.page.counted = max(self.group.page.counted, own)
 
     def _announce_versions(self) -> bool:
-        """Have each published version noted as an update of the workers that it is for, and written to the control
-        page. Returns False, and writes nothing there, if there is not just one bus, because each counts versions."""
+        """Make the buses report each version that they publish. The driver notes it as an update of the workers that it
+        is for, and it is written to the control page. Returns False, and writes no version there, unless there is
+        exactly one bus, because each bus counts its own versions."""
         # The function below must not refer to the collector, which an open bus would then keep alive.
         page, note_update, buses = self.group.page, weakref.WeakMethod(self._driver.note_update), self._senders.buses
         all_workers = range(self.num_workers)

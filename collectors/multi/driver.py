@@ -100,7 +100,8 @@ class Driver(ABC):
         count: batches before the newest one; -1: there was none.
         random: in a collector that is a worker: whether its trainer wants random actions instead of the policy's.
         under_way: by worker, the batch to which its requested rollout belongs, until the driver takes the result.
-        leftover: batches of callers that were interrupted. The next callers get them.
+        leftover: batches for the next callers: those of interrupted callers, and, with whole trajectories, further ones
+            of the same rollout.
         background_error: the error that has ended collection in the background, until it is raised.
     """
 
@@ -374,7 +375,8 @@ class Driver(ABC):
             self._free = None
 
     async def _roll_free(self) -> None:
-        """Make the workers roll out into the replay buffer until all frames are collected. Earlier ones count."""
+        """Make the workers roll out into the replay buffer until all frames are collected. Frames that were collected
+        or requested before count, too."""
         arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
         round_frames = self._frames_of_free_round()
         rounds = [0 for _ in workers]

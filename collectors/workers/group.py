@@ -106,7 +106,8 @@ class Family(ABC):
     @abstractmethod
     async def end(self, deadline: float) -> None:
         """End all programs by ``deadline`` (of ``time.monotonic()``), whatever they do, and release everything. The
-        group has given the workers time to end by themselves. Two calls may run at the same time."""
+        workers have had time to end by themselves, unless the group's shutdown was cancelled. Two calls may run at the
+        same time."""
 
     @abstractmethod
     def name(self, rank: int) -> str:
@@ -261,7 +262,7 @@ class WorkerGroup:
     async def until(
         self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
     ) -> T:
-        """Wait on the loop thread until ``met()`` is true, and return its value. It is called again after each event.
+        """Wait on the loop thread until ``met()`` is true, and return its value. ``met`` is called after each event.
 
         Raises AckTimeout, with the message ``late()``, after ``timeout`` seconds; ClosedError: the group was shut down
         meanwhile; BaseException: a worker raised it, or was lost (PeerLost).

@@ -85,7 +85,8 @@ class WorkerProcess:
         self.channel = Channel(here)
         try:
             # No daemon, because environments and nested collectors have processes of their own. The specification is
-            # sent as a message, because arguments go through a pipe of 64 KiB that the process reads after its imports.
+            # sent as a message, because arguments go through a pipe of 64 KiB that the process reads after its imports,
+            # and start() would wait for that.
             self.process = context.Process(
                 target=run_worker, args=(there, listening, rank, *given), name=f"asyncsync-{owner}-{rank}", daemon=False
             )
@@ -122,7 +123,7 @@ class WorkerProcess:
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return
             except Exception as error:
-                add_note_to(error, f"A message of {self.name} cannot be read here.")
+                add_note_to(error, f"A message from {self.name} cannot be read here.")
                 self._reports.failed(error)
                 return
             if message is None:
@@ -335,7 +336,7 @@ class TrainerWatch:
                 break
             self._worker.end_waits(ORPHAN_SECONDS)
         self.is_orphaned = True
-        if not self._page.stopped:  # the trainer has not; the main thread sees it before its next step
+        if not self._page.stopped:  # the trainer died without a stop(); the main thread sees this one
             self._page.stop()
         self._channel.shutdown()
         self.sweep()

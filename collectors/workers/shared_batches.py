@@ -48,8 +48,8 @@ class Arrangement:
 
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
-        """The arrangement of parts with these layouts. None: the layouts differ, or are not all in CPU memory. Raises
-        ValueError: the parts have no such dimension."""
+        """The arrangement of parts with these layouts. None: a part has no layout or no tensors, the layouts
+        differ, or not all tensors are in CPU memory. Raises ValueError: the parts have no such dimension."""
         part = parts[0]
         if part is None or not part.leaves or any(leaf.device.type != "cpu" for leaf in part.leaves):
             return None
@@ -258,7 +258,7 @@ class SlotPool:
 
 class BatchWriter:
     """Writes a worker's batches to leased slots. If code in the worker, such as a hook, keeps tensors of a batch, that
-    batch goes to the trainer by value, and the slot is not written while those tensors live."""
+    batch goes to the trainer by value, and this worker does not write to the slot while those tensors live."""
 
     _arrangement: Arrangement
     _index: int
@@ -300,8 +300,8 @@ class BatchWriter:
         return layout.build(self._views)
 
     def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
-        """Copy to the slot those entries of a finished batch that are not there, if the batch fits. Returns whether it
-        fits, and its layout (None: no layout describes it)."""
+        """Copy to the slot those entries of a finished batch that are not there, if the batch fits. Returns whether the
+        batch is in the slot now, and its layout (None: no layout describes it)."""
         found = layout_of(batch)
         views, self._views = self._views, None
         if views is None or found is None:
@@ -330,7 +330,7 @@ class BatchWriter:
 
     def copy_if_kept(self, steps: int) -> TensorDictBase | None:
         """After the caller has dropped the written batch: a copy of its ``steps`` if other code here keeps tensors of
-        it. The trainer then gets the copy, because what it writes into the slot would change those tensors."""
+        it. The trainer then gets the copy, because what it writes to the slot would change those tensors."""
         if self._slot is None or (memory := self._slot.borrowed()) is None:
             return None
         arrangement = self._arrangement

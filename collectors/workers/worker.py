@@ -87,7 +87,8 @@ class WorkerInfo(NamedTuple):
 
 
 class TrainerLine(Protocol):
-    """A worker's connection to its trainer. May raise Stopped: the trainer is gone, or has asked the worker to end."""
+    """A worker's connection to its trainer. Both methods may raise Stopped: the trainer is gone, or has asked the
+    worker to end."""
 
     def send(self, *message: Any) -> None: ...
 

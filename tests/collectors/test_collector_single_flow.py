@@ -263,6 +263,24 @@ def test_the_pre_hook_is_called_once_per_rollout_before_the_reset(kind: str) -> 
     assert seen == [(0, 0), (2, 1), (2, 2)]
 
 
+@pytest.mark.requirement(113)
+def test_a_subclass_may_choose_the_pre_hook_of_each_rollout() -> None:
+    class Alternating(Collector):
+        asked, called = 0, 0
+
+        @property
+        def pre_collect_hook(self) -> Any:
+            self.asked += 1
+            return self.called_now if self.asked % 2 else None
+
+        def called_now(self) -> None:
+            self.called += 1
+
+    with Alternating(WalkEnv(), Actor(), frames_per_batch=2, total_frames=8) as c:
+        list(c)
+        assert (c.asked, c.called) == (4, 2)
+
+
 @pytest.mark.requirement(114, 115)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_post_hook_sees_what_is_yielded_and_its_result_is_ignored(kind: str) -> None:
