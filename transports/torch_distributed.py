@@ -241,7 +241,7 @@ _in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDict
 
 
 def _look_for(key: str, store: Any, stop: threading.Event, longest: float, seconds: float = math.inf) -> None:
-    """Wait until there is something under this key. Raises NotConnected: it is over before, or the time is."""
+    """Wait until there is something under this key. Raises NotConnected if ``stop`` is set or the time over first."""
     # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
     pause, deadline = FIRST_LOOK, time.monotonic() + seconds
     while not store.check([key]):
