@@ -132,7 +132,8 @@ def as_exception(error: BaseException) -> Exception:
 
 
 class WorkThread:
-    """Runs functions one after another in a daemon thread. The thread starts with the first function."""
+    """Runs functions one after another in a daemon thread, which starts with the first function, and ends with
+    :meth:`close` or :meth:`abandon`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
