@@ -245,7 +245,7 @@ _places_in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakVa
 
 
 def _wait_for_key(key: str, store: Any, stop: threading.Event, max_pause: float, seconds: float = math.inf) -> None:
-    """Wait until the store has this key. Raises NotConnected after so many seconds, or when ``over`` is set."""
+    """Wait until the store has this key. Raises NotConnected if ``stop`` is set, or the time is over, first."""
     # Poll, because a wait in the store cannot be interrupted, and prints to stderr when it times out.
     pause, deadline = FIRST_PAUSE, time.monotonic() + seconds
     while not store.check([key]):
