@@ -159,7 +159,9 @@ class Bus(BusCore):
         # The current values of the sources, extracted in the caller's thread.
         return {topic: Taken(source) for topic, source in run_without_waiting(self._take(weights, workers)).items()}
 
-    awaitable = staticmethod(loop_thread.awaitable)
+    async def awaitable(self, make: MakeCoroutine[T]) -> T:
+        # Run it on the loop, for a coroutine on any event loop.
+        return await loop_thread.awaitable(make)
 
     @property
     def _open_link(self) -> TrainerLink | WorkerLink | None:
