@@ -60,7 +60,7 @@ def as_blocking(
 
 
 def for_any_loop(method: CoroutineMethod[P, T]) -> CoroutineMethod[P, T]:
-    """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
+    """Turn a coroutine function that sends into one that any event loop can await. The library's loop runs it."""
     bind: Callable[..., MakeCoroutine[T]] = bind_extracted
 
     @wraps(method)
