@@ -60,7 +60,7 @@ def as_blocking(
 
 
 def for_any_loop(method: CoroutineMethod[P, T]) -> CoroutineMethod[P, T]:
-    """A coroutine function that sends as one that any event loop can await. The library's loop runs it."""
+    """Turn a coroutine function that sends into one that any event loop can await. The library's loop runs it."""
     bind: Callable[..., MakeCoroutine[T]] = bind_extracted
 
     @wraps(method)
@@ -161,7 +161,9 @@ class Bus(BusCore):
             topic: Extracted(source) for topic, source in run_without_waiting(self._extract(weights, workers)).items()
         }
 
-    awaitable = staticmethod(loop_thread.run_async)
+    async def run_async(self, make: MakeCoroutine[T]) -> T:
+        # Run it on the loop, for a coroutine on any event loop.
+        return await loop_thread.run_async(make)
 
     @property
     def _open_link(self) -> TrainerLink | WorkerLink | None:

@@ -77,8 +77,7 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
     def run_on_loop(self, make: blocking.MakeCoroutine[T]) -> T:
         return blocking.run_without_waiting(make())
 
-    @staticmethod
-    async def awaitable(make: blocking.MakeCoroutine[T]) -> T:
+    async def awaitable(self, make: blocking.MakeCoroutine[T]) -> T:
         return await make()
 
     def extract_here(self, weights: Any, workers: list[int] | None) -> Any:

@@ -92,7 +92,7 @@ class Scheme(ABC):
         """The part that all constructors share; ``given``: all options."""
         if not given.get("sync", True) and not self.is_blocking:
             raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
-        self._options = dict(given)  # below, the options of the bus and of the selection are taken out
+        self._options = dict(given)  # for the transport: those of the bus and of the selection are taken out
         self.strategy = resolve_strategy(strategy)
         include, exclude, strict = (self._options.pop(name) for name in ("include", "exclude", "strict"))
         self.selection = Selection(include, exclude, strict=strict)
