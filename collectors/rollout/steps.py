@@ -586,7 +586,9 @@ class RolloutBuffer:
         """Expect steps like this one, if a layout describes it. None: forget the layout and its memory."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
         leaves = () if layout is None else layout.leaves
-        self._forms = {leaf.path: (torch.Tensor, leaf.shape, leaf.dtype) for leaf in leaves}
+        # With the class of the step's values, which may be Parameters or of another subclass of Tensor.
+        found = {} if step is None or layout is None else _leaves(step) or {}
+        self._forms = {path: _type_shape_dtype(value) for path, value in found.items()}
         self._staged = []
         self._set_batch(None)
         if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:
