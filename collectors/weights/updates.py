@@ -187,8 +187,9 @@ class WeightsAPI:
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        new_weights = {m: self._registered_model(m) if w is None else w for m, w in own.items()}
-        changes = [prepared_copy(self._acting_model(m), w) for m, w in new_weights.items()]
+        changes = [
+            prepared_copy(self._acting_model(m), self._registered_model(m) if w is None else w) for m, w in own.items()
+        ]
         for model_id, weights in sent.items():
             if weights is None and not senders.schemes[model_id].sources.exist():
                 self._registered_model(model_id)  # raises UnknownModel if there are no weights to send
