@@ -291,7 +291,7 @@ def _name(policy: nn.Module) -> str:
 # of 469 with a ProbabilisticActor; with TorchRL's environment, 268, 274 and 515 instead of 358, 445 and 616.
 #
 # Each call checks whether the module uses such a feature (hooks, selected keys, another method, a class of its own,
-# ``set_skip_existing``), and then calls the module itself. ``trust_policy=True`` switches these classes off.
+# ``set_skip_existing``). If it does, the call is the module's own. ``trust_policy=True`` switches these classes off.
 
 
 def plainly_called(module: Any) -> Any:

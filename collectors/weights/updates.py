@@ -413,7 +413,8 @@ class WeightsAPI:
     def _receive_weights_scheme(self) -> None:
         """Make receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
         Ray) calls this: its schemes apply the version of the call, and other schemes the version that has arrived.
-        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: no version can arrive."""
+        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: nothing has arrived, and nothing
+        will."""
         if not self.acting_weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
