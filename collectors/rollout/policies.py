@@ -145,7 +145,7 @@ def checked_output(output: Any) -> TensorDictBase:
 
 
 def moved_policy(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
-    """The policy on this device: the policy itself if it is there, else a copy, so that the original does not move.
+    """The policy on this device: itself if all its tensors are there, else a copy, so that the original does not move.
     Meta tensors get memory there, filled with NaN until weights come (with zeros, if the dtype has no NaN)."""
     if device is None:
         return policy
