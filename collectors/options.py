@@ -92,8 +92,8 @@ class RolloutOptions(TypedDict, total=False):
             workers, counted over all of them.
         reset_at_each_iter: reset the environments before each batch.
         postproc: called with each batch; returns the batch that the caller gets. With workers, this process calls it
-            with the whole batch. With workers and a replay buffer, each worker calls it.
-        split_trajs: before ``postproc`` and in the same process, split each batch with :func:`split_trajectories`.
+            with the whole batch or, if there is a replay buffer, each worker calls it.
+        split_trajs: split each batch with :func:`split_trajectories` before ``postproc``, in the same process.
         exploration_type: exploration type under which the policy acts. None: RANDOM.
     """
 
