@@ -105,7 +105,8 @@ class Lifetime(ABC):
         """Construct without blocking the event loop, because starting workers and environments takes seconds. Use
         ``async with await MultiAsyncCollector.create(…) as collector:``
 
-        If cancelled, it stops starting workers, shuts the new object down, and raises.
+        If cancelled, it interrupts the constructor instead of waiting for starting workers, shuts down what was made,
+        and raises.
         """
         made: list[Self] = []
         interruption = Interruption()
@@ -176,9 +177,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 
-    # An error of a hook ends any collector. An error of a worker or of postproc ends a collector with workers, but a
-    # single collector can continue after it. A caller's mistake ends neither. Iterators keep no state of their own, so
-    # next() makes a new one each time.
+    # An error of a hook ends any collector. An error of a worker or of postproc ends a collector with workers; a
+    # collector without workers can continue after an error of its environment, policy or postproc. A caller's mistake
+    # ends neither. Iterators keep no state of their own, so next() makes a new one each time.
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
@@ -207,7 +208,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @abstractmethod
     async def __anext__(self) -> TensorDictBase | None:
-        """The next batch. Cancelling loses no batch."""
+        """The next batch. Cancelling loses no batch. Raises StopAsyncIteration at the end."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +248,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """Collect into the replay buffer in the background, until ``total_frames``, :meth:`async_shutdown` or
         :meth:`shutdown`. Does nothing if the collector already runs.
 
-        An error in the background is logged, and the next :meth:`pause` or :meth:`shutdown` raises it.
+        An error in the background is logged, and the next :meth:`pause`, :meth:`async_shutdown` or :meth:`shutdown`
+        raises it.
 
         Raises:
             NotImplementedError: the collector has no replay buffer.
@@ -307,7 +309,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     @property
     def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before the caller gets it, where rollouts run. If it raises, collection ends."""
+        """Called with each batch before the caller gets it, in the process that rolls out. If it raises, collection
+        ends."""
         return self._post_collect_hook
 
     @post_collect_hook.setter

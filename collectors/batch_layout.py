@@ -90,8 +90,8 @@ def empty_batch(layout: BatchLayout) -> TensorDict:
 
 def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device | None = None) -> BatchLayout | None:
     """The layout of a batch ``td``, time last. With ``steps``: the layout of a batch of this many steps like ``td``, on
-    ``device`` (None: each leaf stays on its device). None: no layout describes ``td``, because it has lazy stacks or
-    entries that are no tensors."""
+    ``device`` (None: each leaf stays on its device). None: no layout describes ``td``, because it is no plain nested
+    TensorDict of strided tensors: for example, it has lazy stacks or entries that are no tensors."""
     size, n = td.batch_size, td.batch_dims
     leaves: list[Leaf] = []
     parts: list[tuple[Path, Any]] = [((), td)]

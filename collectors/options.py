@@ -1,7 +1,8 @@
 """The options of the collectors, each declared once with its meaning, type, default and check; and the choice of a
 class by options. The options of nodes are in :mod:`asyncsync.collectors.distributed.node_collector`.
 
-A collector's constructor names one TypedDict with all its options. The base classes of that follow TorchRL's pages.
+A collector's constructor names one TypedDict with all its options. The base classes of this TypedDict follow the order
+of TorchRL's pages.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _check_start_method(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 'spawn' or 'forkserver', not {value!r}, {why}")
 
 
-# Two options for classes whose TypedDicts share no base with them.
+# Two options of several TypedDicts that have no base in common.
 MaxInterval = Annotated[
     int,
     Option(
@@ -91,8 +92,8 @@ class RolloutOptions(TypedDict, total=False):
             workers, counted over all of them.
         reset_at_each_iter: reset the environments before each batch.
         postproc: called with each batch; returns the batch that the caller gets. With workers, this process calls it
-            with the whole batch. With workers and a replay buffer, each worker calls it.
-        split_trajs: before ``postproc`` and in the same process, split each batch with :func:`split_trajectories`.
+            with the whole batch or, if there is a replay buffer, each worker calls it.
+        split_trajs: split each batch with :func:`split_trajectories` before ``postproc``, in the same process.
         exploration_type: exploration type under which the policy acts. None: RANDOM.
     """
 
@@ -117,12 +118,14 @@ class LateOptions(TypedDict, total=False):
 
     Args:
         weight_updater: an updater, or a callable that returns one (deprecated).
-        weight_sync_schemes: ``{model_id: scheme}``: the collector sends weights by these schemes. None: a collector
-            with workers makes a scheme for the policy if that has parameters or buffers, or comes from a factory.
-            ``"postproc"`` needs a scheme only with a replay buffer; otherwise it runs, and is updated, in this process.
+        weight_sync_schemes: ``{model_id: scheme}``: the collector sends weights by these schemes. With workers, None
+            means a scheme of the collector's backend for the policy, if that has parameters or buffers or comes from a
+            factory; and ``"postproc"`` needs a scheme only with a replay buffer, because otherwise it runs, and is
+            updated, in this process.
         weight_recv_schemes: ``{model_id: scheme}``: the collector receives weights by these schemes, and passes them on
             to its workers. The constructor connects them.
-        create_env_kwargs: keyword arguments for ``create_env_fn``; with workers, one dict or a list of them.
+        create_env_kwargs: a dict of keyword arguments for ``create_env_fn``; with workers, or a list with one dict per
+            worker.
         pre_collect_hook: called before each rollout, in the process that rolls out.
         post_collect_hook: called with each batch before the caller gets it, in the process that rolls out.
         worker_idx: index of this collector among the workers of a larger one.

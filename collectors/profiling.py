@@ -108,11 +108,14 @@ class RolloutProfiler:
             self.stop()
 
     def _begin(self) -> None:
-        config = self._config
-        path = str(self._path)
+        config, path = self._config, str(self._path)
+
+        def save(recorded: Any) -> None:
+            recorded.export_chrome_trace(path)
+
         begun = profile(
             activities=config.get_activities(),
-            on_trace_ready=config.on_trace_ready or (lambda recorded: recorded.export_chrome_trace(path)),
+            on_trace_ready=save if config.on_trace_ready is None else config.on_trace_ready,
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,

@@ -85,9 +85,9 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         Args:
             create_env_fn: an environment, a callable that returns one, a Gymnasium id, or a list with one of these; see
                 :mod:`asyncsync.collectors.envs.environment`.
-            policy: a module or another callable. None: :class:`RandomPolicy`. A policy that neither is a
-                ``TensorDictModuleBase`` nor has a ``forward`` that takes one TensorDict is wrapped in a
-                ``TensorDictModule``, which reads the observations and writes the actions.
+            policy: a module or another callable. None: :class:`RandomPolicy`. Unless it is a ``TensorDictModuleBase``
+                or its ``forward`` takes one TensorDict, it is wrapped in a ``TensorDictModule``, which reads the
+                observations and writes the actions.
 
         Raises:
             TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the
@@ -151,8 +151,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         """One rollout, ``[*env.batch_size, time]``, whose last dimension is named "time". None: its frames were added
         to the replay buffer.
 
-        Calls ``pre_collect_hook`` first. Does not apply ``split_trajs`` and ``postproc``. Counts only frames for the
-        replay buffer.
+        Calls ``pre_collect_hook`` first. Applies neither ``split_trajs`` nor ``postproc``. Counts only frames that it
+        adds to the replay buffer.
 
         Raises:
             ClosedError: the collector was shut down.

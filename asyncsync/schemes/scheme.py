@@ -605,8 +605,8 @@ class Scheme(ABC):
         self._gated, self._has_hooks, self._is_manual = gated, has_hooks, apply == "on_receive"
         self.takes, self._is_anonymous = apply == "on_take", anonymous
         self._transport_options = kwargs
-        if (joined := getattr(context, "_add_receiver", None)) is not None:
-            joined(self)
+        if (add := getattr(context, "_add_receiver", None)) is not None:
+            add(self)
 
     # -- introductions: the sender binds a free port, with keys; workers without an address ask for it, or are told ---
 

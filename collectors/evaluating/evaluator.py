@@ -263,7 +263,8 @@ class Evaluator(Lifetime):
         return True
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """The same as :meth:`wait`, but without a ``timeout`` (seconds) it returns at once."""
+        """The next result of a :meth:`trigger_eval`. None: there was none within the timeout (seconds). Errors: see
+        :meth:`wait`."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
@@ -424,7 +425,7 @@ def run_evaluation(
     weights: Mapping[str, Any],
     step: int,
 ) -> dict[str, Any]:
-    """Evaluate these weights, ``{model_id: weights}``; empty: the weights that the worker has."""
+    """Evaluate these weights, ``{model_id: weights}``, which are copies; empty: the weights that the worker has."""
     group.wait(lambda: group.connected)  # the worker may just be restarting
     if weights:
         try:

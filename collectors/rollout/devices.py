@@ -78,7 +78,7 @@ class RolloutDevices:
 
     @property
     def are_alike_on_cpu(self) -> bool:
-        """Whether everything is on the CPU, and nothing is cast."""
+        """Whether no device is another one than the CPU, and nothing is cast."""
         return not self.cast_to_policy_device and all(
             device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env)
         )

@@ -57,8 +57,8 @@ class RolloutLock:
         mine = False
         try:  # includes taking the turn, because Ctrl-C may strike before the call
             with self._changed:
-                # Wait without a limit, because a block of between_steps() may last any time. Of several waiting
-                # threads, the first that wakes rolls out.
+                # Wait without a limit, because a block of between_steps() may last any time: only the wait for its
+                # beginning has a timeout. Of several waiting threads, the first that wakes rolls out.
                 self._check_may_roll()
                 while self._owners:
                     self._changed.wait(SIGNAL_CHECK_SECONDS)

@@ -145,7 +145,7 @@ def checked_output(output: Any) -> TensorDictBase:
 
 
 def moved_policy(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:
-    """The policy on this device: the policy itself if it is there, else a copy, so that the original does not move.
+    """The policy on this device: itself if all its tensors are there, else a copy, so that the original does not move.
     Meta tensors get memory there, filled with NaN until weights come (with zeros, if the dtype has no NaN)."""
     if device is None:
         return policy
@@ -291,7 +291,7 @@ def _name(policy: nn.Module) -> str:
 # of 469 with a ProbabilisticActor; with TorchRL's environment, 268, 274 and 515 instead of 358, 445 and 616.
 #
 # Each call checks whether the module uses such a feature (hooks, selected keys, another method, a class of its own,
-# ``set_skip_existing``), and then calls the module itself. ``trust_policy=True`` switches these classes off.
+# ``set_skip_existing``). If it does, the call is the module's own. ``trust_policy=True`` switches these classes off.
 
 
 def plainly_called(module: Any) -> Any:

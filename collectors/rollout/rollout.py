@@ -237,8 +237,9 @@ class Rollouts:
     # -- a batch without steps ----------------------------------------------------------------------------------------
 
     def fake(self) -> TensorDictBase:
-        """A rollout of zeros with the layout of the latest rollout. Before the first one, the environment's specs and
-        one call of the policy determine the layout. Raises TypeError: the environment has no specs."""
+        """A rollout of zeros with the layout of the latest rollout. If there is none, the environment's specs and one
+        call of the policy determine the layout. Raises TypeError: the environment has neither ``fake_tensordict()``
+        nor a ``reward_spec``."""
         layout = self.buffer.layout
         batch = self._fake_from_specs() if layout is None else empty_batch(layout).zero_()
         truncate(batch[..., -1], self.keys.truncated)

@@ -312,8 +312,8 @@ class ArraySteps(TensorDictSteps):
     @staticmethod
     def supports(env: Any, arguments: RolloutArguments, devices: RolloutDevices) -> bool:
         """Whether everything is on the CPU, no option but ``compact_obs`` changes the environment's results, and
-        neither a subclass nor the user has replaced the methods with which :meth:`GymEnv.play` stands in for
-        ``step_and_maybe_reset``."""
+        :meth:`GymEnv.play` does the same as ``step_and_maybe_reset``, because neither a subclass nor the user has
+        replaced one of these methods."""
         if not isinstance(env, GymEnv) or not env.is_flat or arguments.adds_frames or arguments.track_policy_version:
             return False
         names = ("step_and_maybe_reset", "play", "container")
@@ -491,8 +491,8 @@ class RolloutBuffer:
         self.count += 1
 
     def array_rows(self, env: GymEnv) -> _Rows | None:
-        """The memory for this environment's steps as arrays. Expects the layout of the latest rollout. None: there is
-        none, or NumPy cannot represent it."""
+        """The memory for this environment's steps as arrays. Expects the layout of the latest rollout until a step
+        shows another one. None: there is no layout, NumPy cannot represent it, or this rollout is a list of clones."""
         layout = self.layout
         if layout is None or self._clones is not None:
             return None
@@ -586,7 +586,9 @@ class RolloutBuffer:
         """Expect steps like this one, if a layout describes it. None: forget the layout and its memory."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
         leaves = () if layout is None else layout.leaves
-        self._forms = {leaf.path: (torch.Tensor, leaf.shape, leaf.dtype) for leaf in leaves}
+        # With the class of the step's values, which may be Parameters or of another subclass of Tensor.
+        found = {} if step is None or layout is None else _leaves(step) or {}
+        self._forms = {path: _type_shape_dtype(value) for path, value in found.items()}
         self._staged = []
         self._set_batch(None)
         if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:

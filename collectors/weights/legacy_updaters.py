@@ -65,7 +65,8 @@ class WeightUpdaterBase:
     # -- the collector ------------------------------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, which calls this. Raises RuntimeError: it already has another one."""
+        """Keep a weak reference to the collector, which calls this. Raises RuntimeError: this updater already belongs
+        to another collector."""
         registered = self.collector
         if registered is not None and registered is not collector:
             raise RuntimeError(

@@ -187,8 +187,9 @@ class WeightsAPI:
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        new_weights = {m: self._registered_model(m) if w is None else w for m, w in own.items()}
-        changes = [prepared_copy(self._acting_model(m), w) for m, w in new_weights.items()]
+        changes = [
+            prepared_copy(self._acting_model(m), self._registered_model(m) if w is None else w) for m, w in own.items()
+        ]
         for model_id, weights in sent.items():
             if weights is None and not senders.schemes[model_id].sources.has_default():
                 self._registered_model(model_id)  # raises UnknownModel if there are no weights to send
@@ -414,7 +415,8 @@ class WeightsAPI:
     def _receive_weights_scheme(self) -> None:
         """Make receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
         Ray) calls this: its schemes apply the version of the call, and other schemes the version that has arrived.
-        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: no version can arrive."""
+        Raises RuntimeError: there are no receiver schemes; ClosedError, Fenced: nothing has arrived, and nothing
+        will."""
         if not self.acting_weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "

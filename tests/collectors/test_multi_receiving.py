@@ -155,6 +155,8 @@ def test_postproc_is_updated_where_it_acts(crew: Any, style: str) -> None:
         update(crew, style, weights_dict={"policy": policy(9.0), "postproc": nn.Linear(1, 1)})
     with pytest.raises(ValueError, match=r"unknown model_id 'env\.net'|has no scheme"):
         update(crew, style, weights_dict={"policy": policy(9.0), "env.net": policy(9.0)})
+    with pytest.raises(ValueError, match=r"unknown model_id 'critic'.* has schemes for .* pass weight_sync_schemes="):
+        update(crew, style, model_id="critic")
     assert crew.policy_version == before, "neither was sent"
 
 

@@ -77,6 +77,25 @@ def test_memory_is_asked_for_once_per_rollout_and_handed_out_as_it_is() -> None:
     assert part["observation"].data_ptr() == given[2]["observation"].data_ptr(), "a part of the same memory"
 
 
+@torch.no_grad()
+def test_values_of_a_subclass_of_tensor_are_stored_in_the_given_memory() -> None:
+    given: list[TensorDictBase] = []
+
+    def allocate(layout: BatchLayout) -> TensorDictBase:
+        given.append(empty_batch(layout))
+        return given[-1]
+
+    store = RolloutBuffer(8, SIZE, allocate=allocate)
+    for value in (2.0, 3.0):
+        store.begin()
+        for t in range(8):
+            store.append(step(t, scale=torch.nn.Parameter(torch.full((2, 3), value))))
+        batch = store.finish()
+        assert batch is given[-1]
+        assert batch["scale"].unique().tolist() == [value]
+    assert len(given) == 2
+
+
 def test_layouts_compare_by_value_and_travel() -> None:
     found: list[BatchLayout] = []
 
