@@ -65,7 +65,7 @@ def for_any_loop(method: CoroutineMethod[P, T]) -> CoroutineMethod[P, T]:
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self._bus_and_models()[0].awaitable(bind(method, self, *args, **kwargs))
+        result: T = await self._bus_and_models()[0].run_async(bind(method, self, *args, **kwargs))
         return result
 
     name = method.__name__.removesuffix("_async")

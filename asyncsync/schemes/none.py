@@ -77,7 +77,7 @@ class BlockingCountingBus(CountingCore, blocking.Bus):
     def run_on_loop(self, make: blocking.MakeCoroutine[T]) -> T:
         return blocking.run_without_waiting(make())
 
-    async def awaitable(self, make: blocking.MakeCoroutine[T]) -> T:
+    async def run_async(self, make: blocking.MakeCoroutine[T]) -> T:
         return await make()
 
     def extract_here(self, weights: Any, workers: list[int] | None) -> Any:
