@@ -45,7 +45,7 @@ class Applying(Link):
     which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
     """
 
-    whereabouts: SenderConnection  # of the trainer
+    connection: SenderConnection  # of the trainer
 
     def __init__(self, machine: Worker, gate: Gate, observer: WorkerObserver) -> None:
         super().__init__("asyncsync-copy")
@@ -358,7 +358,7 @@ class Applying(Link):
     def _why_not_yet(self, model_id: str) -> str:
         machine = self.machine
         if not machine.session.online:
-            return self.whereabouts.why_not_connected()
+            return self.connection.why_not_connected()
         if not machine.session.welcomed:
             return "the sender has not answered yet"
         if model_id not in machine.session.served:

@@ -90,10 +90,8 @@ class WorkerLink(Applying, Memory):
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, events = self.machine.session, (self._connected, self._disconnected)
             receive = self._receive, self._receive_broadcast
-            self.whereabouts = SenderConnection(
-                socket, *receive, sender, session, credentials, find, events, self.crash
-            )
-            undo.callback(self.whereabouts.close)
+            self.connection = SenderConnection(socket, *receive, sender, session, credentials, find, events, self.crash)
+            undo.callback(self.connection.close)
             self.verifying = WorkerVerifying(self)
             undo.pop_all()
         self.opened()
@@ -153,12 +151,12 @@ class WorkerLink(Applying, Memory):
 
     @property
     def is_lost(self) -> bool:
-        return self.trainer_lost or self.whereabouts.is_away(self.loop.time())
+        return self.trainer_lost or self.connection.is_away(self.loop.time())
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _connected(self) -> None:
-        if not is_trustworthy(endpoint := self.whereabouts.endpoint):
+        if not is_trustworthy(endpoint := self.connection.endpoint):
             # Without a HELLO the process at that address does not know the nonce, so its messages are ignored.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.machine.session.ended is None:
@@ -175,7 +173,7 @@ class WorkerLink(Applying, Memory):
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
-        self.whereabouts.drain_fanout()
+        self.connection.drain_fanout()
         self._receive_frames([frame.buffer for frame in frames], decode)
 
     def _receive_packet(self, packet: memoryview) -> None:
@@ -231,7 +229,7 @@ class WorkerLink(Applying, Memory):
         """Subscribe to the trainer's broadcasts. Before its WELCOME, only an earlier trainer's port is known."""
         session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
-            self.whereabouts.subscribe(session.trainer.fanout)
+            self.connection.subscribe(session.trainer.fanout)
 
     def _receive_broadcast(self, frames: list[Any]) -> None:
         try:
@@ -245,7 +243,7 @@ class WorkerLink(Applying, Memory):
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
                 # These bytes are of no use yet, and the connection is too slow for both. _tick subscribes again.
-                self.whereabouts.unsubscribe()
+                self.connection.unsubscribe()
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
         self.act_on_changes()
@@ -280,8 +278,8 @@ class WorkerLink(Applying, Memory):
         """The fast path has applied an update: send its APPLIED, then wake waiters and set the timer."""
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((applied,))):
-            self.whereabouts.send((applied,))
-            self.whereabouts.after_send()
+            self.connection.send((applied,))
+            self.connection.after_send()
         if self.waiters:
             self.notify()
         if self.timer is None:
@@ -303,12 +301,12 @@ class WorkerLink(Applying, Memory):
         elif machine.session.ended is not None:
             state, reason = "lost", str(machine.session.ended)
         elif self.trainer_lost or not machine.session.online:
-            state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
+            state, reason = "lost", self.connection.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
         received, rest = machine.bytes_received, self.unapplied(models)
         status = WorkerStatus(version, target, lag, seen, state, received, reason, **rest)
-        return BusStatus({machine.worker: status}, self.whereabouts.refused)
+        return BusStatus({machine.worker: status}, self.connection.refused)
 
     def collect_metrics(self) -> list[Metric]:
         models = list(self.machine.models)
@@ -316,7 +314,7 @@ class WorkerLink(Applying, Memory):
         return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
 
     def _open_side_channel(self) -> None:
-        path = side_channel_path(self.whereabouts.endpoint)
+        path = side_channel_path(self.connection.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
             self.side_channel = connect_side_channel(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
@@ -343,7 +341,7 @@ class WorkerLink(Applying, Memory):
         self.machine.tick(now)
         if not self.machine.incoming:
             self._subscribe()
-        self.whereabouts.tick(now)
+        self.connection.tick(now)
 
     def act_on_changes(self) -> None:
         machine = self.machine
@@ -382,10 +380,10 @@ class WorkerLink(Applying, Memory):
             instruction = outbox.popleft()
             frames = (encode(instruction),)
             if channel is None or not (channel.open and type(instruction) in BY_SIDE_CHANNEL and channel.send(frames)):
-                self.whereabouts.send(frames)
+                self.connection.send(frames)
                 by_zmq = True
         if by_zmq:
-            self.whereabouts.after_send()
+            self.connection.after_send()
         # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
         # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
         os.sched_yield()  # costs nothing if no thread waits for this core
@@ -459,7 +457,7 @@ class WorkerLink(Applying, Memory):
         self.machine.bye("shutdown", reads=reads)
         self._send_outbox()
         self.closed = True
-        others = self.cascade.task, self.whereabouts.search
+        others = self.cascade.task, self.connection.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
             task.cancel()
@@ -486,7 +484,7 @@ class WorkerLink(Applying, Memory):
         self._send_outbox()
 
     def _close_all(self, linger_ms: int) -> None:
-        self.whereabouts.close(linger_ms)
+        self.connection.close(linger_ms)
         if self._watch is not None:
             self._watch.close()
         if self.side_channel is not None:

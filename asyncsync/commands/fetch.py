@@ -56,7 +56,7 @@ class Guest:
         """The newest weights of each model that has some, by the model's name ("" for one without a name). Raises
         NotConnected if they do not arrive within the timeout, and at once if the sender refuses this guest's key;
         ClosedError or Fenced if the sender has turned this guest away."""
-        machine, dialer = self.link.machine, self.link.whereabouts
+        machine, dialer = self.link.machine, self.link.connection
         session = machine.session
 
         def have_arrived() -> bool:
@@ -80,8 +80,8 @@ class Guest:
     def why(self) -> str:
         """A sentence for the user: why there are no weights yet."""
         machine = self.link.machine
-        if self.link.whereabouts.why:
-            return self.link.whereabouts.why
+        if self.link.connection.why:
+            return self.link.connection.why
         if not machine.session.online:
             return "there is no connection: is the sender running, and is this its address?"
         if not machine.session.welcomed:

@@ -49,12 +49,12 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     stranger.connect(f"tcp://127.0.0.1:{broadcast.port}")
     credentials = Credentials(own, (admission.server.public,))
     session: Any = SimpleNamespace(nonce=b"n" * 16)
-    whereabouts = SenderConnection(
+    connection = SenderConnection(
         main, print, lambda frames: received.append(frames[0].bytes), f"tcp://127.0.0.1:{unused_tcp_port}", session,
         lambda: credentials, None, (print, print), errors.append,
     )  # fmt: skip
     try:
-        whereabouts.subscribe(broadcast.port)
+        connection.subscribe(broadcast.port)
         await until(lambda: admission.refused["a key that is not listed"] >= 1)
         admission.issue(own.public, 0)
         await until(lambda: there == {b"n" * 16})
@@ -65,7 +65,7 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         assert f"127.0.0.1, whose public key is {own.public.decode()}: a key that is not listed" in caplog.text
         assert not errors
     finally:
-        whereabouts.close()
+        connection.close()
         stranger.close()
         broadcast.close()
         admission.close()

@@ -305,11 +305,11 @@ async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sen
     async with receiver:
         async with sender:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            whereabouts = receiver.bus._link.whereabouts
-            assert whereabouts.fanout
-        await until(lambda: whereabouts.endpoint.startswith("tcp://localhost"), 10)
+            connection = receiver.bus._link.connection
+            assert connection.fanout
+        await until(lambda: connection.endpoint.startswith("tcp://localhost"), 10)
         for _ in range(10):
-            assert not whereabouts.fanout
+            assert not connection.fanout
             await asyncio.sleep(0.05)
 
 
@@ -324,7 +324,7 @@ async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody
         await sender.shutdown()
         await until(lambda: not session.online)
         link.machine.receive(replace(session.trainer, models={}), (), link.loop.time())
-        await until(lambda: link.whereabouts.endpoint == second)
+        await until(lambda: link.connection.endpoint == second)
 
 
 async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_another(tmp_path: Path) -> None:
@@ -353,8 +353,8 @@ async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
         assert not link.is_lost
         await sender.shutdown()
         await until(lambda: not link.machine.session.online)
-        assert not link.whereabouts.is_away(link.loop.time())
-        await until(lambda: link.whereabouts.is_away(link.loop.time()), 4)
+        assert not link.connection.is_away(link.loop.time())
+        await until(lambda: link.connection.is_away(link.loop.time()), 4)
 
 
 def test_a_list_of_addresses_may_have_spaces_and_repetitions_and_each_is_checked() -> None:
