@@ -394,7 +394,7 @@ class ShareSlab(Slab):
     def streamed(self) -> int:
         return 0
 
-    def follow(self, version: int, slab: Slab) -> None:
+    def set_base(self, version: int, slab: Slab) -> None:
         """Nothing can be computed here of what has changed."""
 
 
