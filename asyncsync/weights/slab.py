@@ -33,7 +33,7 @@ SLAB_RANGES: dict[object, tuple[int, int]] = {}
 
 
 def lies_in_slab(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that a slab will reuse, which may be another process's."""
+    """Whether a tensor lies in memory that a slab of this process or of another one will reuse."""
     if not tensor.is_cpu:
         return False
     address = tensor.untyped_storage().data_ptr()
@@ -361,7 +361,7 @@ class SlabPool:
             self._drop(dropped)
 
     def _drop(self, slab: Slab) -> None:
-        """Free a slab that will not be used again. Here, the garbage collector does it."""
+        """Free a slab that will not be used again. Here there is nothing to do: its memory goes with the object."""
 
 
 forks = 0  # how often this process has forked; counted before each fork, and in the parent once more after it
