@@ -65,8 +65,8 @@ class Slab:
         encodings: its encoded pieces, while it is used; see :mod:`asyncsync.weights.encoding`.
         streamable: workers that cannot open the memory named by the descriptor get the bytes as chunks.
         source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.transfer`.
-        is_shared_by_fork: forked children see the same memory. So it is not reused after a fork, because a child may
-            read it as long as it lives.
+        is_shared_by_fork: forked children see the same memory. So the slab is not reused after a fork, because a child
+            may read the memory as long as the child lives.
     """
 
     leased = False
@@ -304,7 +304,7 @@ class SlabPool:
         return slab
 
     def close(self) -> None:
-        """Drop the spare slab, and from now on every slab that is released."""
+        """Drop the spare slab, and from now on every slab that is released or has drained."""
         with self._lock:
             self.on_idle = None
             self._closed = True
