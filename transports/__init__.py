@@ -1,6 +1,7 @@
 """Transports: how the bytes of a slab reach a worker. The asyncio API has these; asyncsync.sync has the blocking ones.
 
-:data:`TAG` is the key of an additional entry that a user's own blocking transport must deliver with the weights.
+:data:`TAG` is the key of an additional entry, the publication's id, which a user's own blocking transport must deliver
+with the weights.
 """
 
 from asyncsync.transports.base import TransportBackend

@@ -57,7 +57,7 @@ from asyncsync.weights.tree import Path, dotted, flatten
 
 C = TypeVar("C", bound=type)
 
-DEADLINE_MARGIN = 0.5  # seconds that a transport gives up before the bus does, because its error says more
+DEADLINE_MARGIN = 0.5  # a transport gives up so many seconds before the bus does, because its error says more
 
 
 def _scheme_of(transport: TransportBackend | BlockingTransportBackend, role: str) -> Any:
@@ -143,7 +143,7 @@ class TransportBackend(Carrier, ABC):
         return await self._deliver_to(destination, await destination.scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect the sender, like the scheme's ``connect()``, which raises the same exceptions."""
+        """Connect the sender, like the scheme's ``connect()``. Raises the same exceptions."""
         await _scheme_of(self, "sender").connect()
 
     async def setup_connection_and_weights_on_receiver(
@@ -181,7 +181,7 @@ class TransportBackend(Carrier, ABC):
 
 
 def named_in_sync(name: str) -> Callable[[C], C]:
-    """Decorate a class that users import from asyncsync.sync under this name, so that it is shown and pickled so."""
+    """Decorate a class that users import from asyncsync.sync under this name: repr() and pickle use that name, too."""
 
     def decorate(kind: C) -> C:
         kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
@@ -227,7 +227,7 @@ class BlockingTransportBackend(Carrier):
         return scheme.receive(timeout)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Connect the sender, like the scheme's ``connect()``, which raises the same exceptions.
+        """Connect the sender, like the scheme's ``connect()``. Raises the same exceptions.
 
         The library calls an overriding method while the scheme connects, and again for each worker that joins or
         restarts later. The method may wait for the receiver's method.

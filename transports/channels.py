@@ -6,7 +6,8 @@ is a first-in, first-out channel to one worker. It knows no versions, and may bl
 - The sender has one transport per worker (``create_transport(worker_idx=i)``), each with a daemon thread of its own. It
   hands weights to a transport only after the bus has sent that worker an UPDATE that names them. So versions that a
   slow worker skips never enter the channel, and a worker that joins late gets its own target.
-- The transport gets a copy, because a queue may pickle the weights later, when the slab already holds another version.
+- The transport gets a copy, because a queue may pickle the weights, or move them to shared memory, later, when the slab
+  already holds another version.
 - The copy has an additional entry :data:`TAG`, unique to its publication. The receiver takes messages from the channel
   until the one arrives that the UPDATE names. So it never applies an older message, a duplicate, or a mixture.
 
@@ -91,7 +92,8 @@ def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
 
 
 async def close_channels(transports: Iterable[Any], timeout: float) -> None:
-    """Call ``close`` of every transport that has it, each in a thread of its own. Wait for at most a second."""
+    """Call ``close`` of every transport that has it, each in a thread of its own. Wait for at most ``timeout`` seconds,
+    and at most one second."""
 
     def close_one(close: Callable[[], None]) -> None:
         try:

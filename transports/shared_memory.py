@@ -1,9 +1,9 @@
 """Shared memory: one process's memory files, which other processes of its host map, and the slabs in these files.
 
 A memory file (memfd) has no name. It is sealed against resizing, because reading a file that was truncated kills the
-reader. A process can open another process's memory file if both have the same user, host and pid namespace, and the
-owner is dumpable (``prctl(2)``), or if it has the capability CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the
-reasons for this design.
+reader. A process can open another process's memory file if both are on the same host and in the same pid namespace, and
+either both have the same user and the owner is dumpable (``prctl(2)``), or the opener has the capability
+CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the reasons for this design.
 
 **Slots** are the trainer's slabs, from a pool (:class:`WeightSlots`). Packing copies an update into a slot, once for
 all workers. The UPDATE carries a :class:`Lease` of the slot, which a worker maps (:class:`AttachedSlab`). The worker
@@ -184,7 +184,7 @@ class MemoryFile:
             return False
 
     # Both methods raise MemoryError. They close a file that they cannot map, because the traceback may keep this object
-    # alive for long. A private mapping may be an additional one, of a file that is in use.
+    # alive for long. But map(private=True) leaves the file open, because it may be in use with another mapping.
 
     def map(self, *, private: bool = False) -> mmap.mmap:
         """Map the whole file. With ``private``, writing to a page makes a copy of it for this process, which hides what
@@ -586,7 +586,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     child, _forking.child = _forking.child, None
-    applying = any_applying()  # then the child applies the update, which may read from slots
+    applying = any_applying()  # then the child finishes applying the update, which may read from slots
     for slab in list(_slabs):
         slab.children.clear()
         if slab.is_adopted or (slab.references and applying):
@@ -753,7 +753,7 @@ class SharedMemTransport(SlotTransport, TransportBackend):
 @named_in_sync("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
-    update that it has not returned yet, or None. It ignores the timeout and never waits, as TorchRL documents."""
+    update that it has not returned yet, or None. It never waits, however long the timeout, as TorchRL documents."""
 
     def _receive_from(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)

@@ -81,8 +81,8 @@ _kept_in_children: set[Any] = set()
 class OwnStore:
     """A TCPStore of this process, on one address of this host. A store that torch opens listens on all addresses.
 
-    This reserves the port (0: any free port), but listens there only after :meth:`open`. Raises NotConnected if this
-    host has no such address, or the port is in use.
+    Creating the object reserves the port (0: any free port). It listens there only after :meth:`open`. Raises
+    NotConnected if this host has no such address, or the port is in use.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:

@@ -32,7 +32,7 @@ class BlockingZMQTransport(ChunkTransport, BlockingTransportBackend):
 
 class AutoTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.AutoWeightSyncScheme`. Workers on the sender's host map a version's slot, and
-    workers on other hosts get its bytes in chunks. The version counts as in use until all have them."""
+    workers on other hosts get its bytes in chunks. The version counts as in use until all of the latter have them."""
 
     streamable = True
 

@@ -402,7 +402,7 @@ class ShareSlab(Slab):
     def streamed(self) -> int:
         return 0
 
-    def follow(self, version: int, slab: Slab) -> None:
+    def set_base(self, version: int, slab: Slab) -> None:
         """Keep no base: the coordinator has no bytes to compare."""
 
 

@@ -24,7 +24,7 @@ PLAIN = frozenset((torch.Tensor, nn.Parameter))  # subclasses may give their byt
 # One core cannot use all of the memory's bandwidth: 256 MiB take 34 ms on one core and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20
 # torch copies tensors of 32768 elements and more on all its threads. Where workers keep the cores busy, its barrier
-# makes that take a hundred times as long, and copying such a tensor on two cores is no faster than on one.
+# makes that take a hundred times as long. For a tensor of about that size, two cores are no faster than one anyway.
 LARGE_NUMEL = 32 << 10
 # libc's memcpy bypasses the caches from some size on: 1 MiB on one machine, 190 MiB on another. That helps one thread
 # that has a core for itself. Two threads take a quarter less time if they copy pieces below that size.
@@ -77,7 +77,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
     The storage can still be resized, unlike after tensor.numpy(). Do not use the view after that.
     """
-    own = tensor.detach()  # keeps today's storage, whatever storage the tensor gets later
+    own = tensor.detach()  # refers to the present storage, whatever storage the tensor gets later
     memory = (ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())
     memory.tensor = own  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
@@ -96,8 +96,8 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
 
 
 def copy_in_threads(pairs: list[tuple[memoryview, memoryview]]) -> None:
-    """Copy the bytes of many ``(destination, source)`` pairs, in several threads if they are long. A destination is as
-    long as its source."""
+    """Copy the bytes of each ``(destination, source)`` pair, in several threads if all pairs together have many bytes.
+    A destination is as long as its source."""
     total = sum([len(d) for d, _ in pairs])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, cores))

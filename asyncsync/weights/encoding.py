@@ -95,8 +95,8 @@ def available_codecs() -> int:
 
 
 def check_codec(name: str | None, delta: bool = False) -> None:
-    """Check the options ``compress`` and ``delta``. Raises ValueError if there is no such codec, ImportError if its
-    library is not installed, TypeError if ``delta`` is no boolean."""
+    """Check the options ``compress`` (None: no codec) and ``delta``. Raises ValueError if there is no such codec,
+    ImportError if its library is not installed, TypeError if ``delta`` is no boolean."""
     if not isinstance(delta, bool):
         raise TypeError(f"delta must be True or False, not {delta!r}")
     if name is None:

@@ -178,7 +178,8 @@ class Layout:
                 return None
             tied = all(place_of(tensors[p]) == place_of(found[i]) for p, i in self.aliases.items())
         except (KeyError, RuntimeError, TypeError, ValueError):
-            # A key is gone, torch knows no shape or memory of a tensor, or it cannot be sent: Layout.of raises that.
+            # A key is gone, torch knows no shape or memory of a tensor, or it cannot be sent. The caller then calls
+            # Layout.of, which raises what is wrong with a tensor.
             return None
         return found if tied else None
 
@@ -269,8 +270,8 @@ def _is_acceptable_shape(raw: list[Any], itemsize: int) -> bool:
 
 def pack_values(values: Mapping[Path, Any]) -> bytes:
     """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it. Raises TypeError if something
-    in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is larger or deeper, or has
-    more items, than workers accept."""
+    in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is deeper or has more items
+    than workers accept, or the values together are larger."""
     packed = [msgpack.Packer().pack_array_header(len(values))]
     for path, value in values.items():
         name = dotted(path)

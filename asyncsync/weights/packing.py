@@ -108,7 +108,7 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
 
 def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
     """Record an event on the current stream of each CUDA device that the sources are on. None: they are on none. If the
-    process uses CUDA, this also moves extra state to the host."""
+    process uses CUDA, this also replaces extra state by a copy on the host."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
@@ -206,7 +206,8 @@ class SourceCache:
         return self._in_layout_order if list(flat.tensors) == self._paths else None
 
     def remember(self, flat: FlatWeights) -> None:
-        """Remember these weights, which have the layout, unless copying them takes more than copying bytes."""
+        """Remember these weights, which have the layout, unless they are large or copying them takes more than copying
+        bytes: some are tied or not on the CPU, or there is extra state."""
         layout = self.layout
         if (
             layout.nbytes > CACHED_BYTES

@@ -33,7 +33,7 @@ SLAB_RANGES: dict[object, tuple[int, int]] = {}
 
 
 def lies_in_slab(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that a slab will reuse, which may be another process's."""
+    """Whether a tensor lies in memory that a slab of this process or of another one will reuse."""
     if not tensor.is_cpu:
         return False
     address = tensor.untyped_storage().data_ptr()
@@ -65,8 +65,8 @@ class Slab:
         encodings: its encoded pieces, while it is used; see :mod:`asyncsync.weights.encoding`.
         streamable: workers that cannot open the memory named by the descriptor get the bytes as chunks.
         source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.transfer`.
-        is_shared_by_fork: forked children see the same memory. So it is not reused after a fork, because a child may
-            read it as long as it lives.
+        is_shared_by_fork: forked children see the same memory. So the slab is not reused after a fork, because a child
+            may read the memory as long as the child lives.
     """
 
     leased = False
@@ -304,7 +304,7 @@ class SlabPool:
         return slab
 
     def close(self) -> None:
-        """Drop the spare slab, and from now on every slab that is released."""
+        """Drop the spare slab, and from now on every slab that is released or has drained."""
         with self._lock:
             self.on_idle = None
             self._closed = True
@@ -361,7 +361,7 @@ class SlabPool:
             self._drop(dropped)
 
     def _drop(self, slab: Slab) -> None:
-        """Free a slab that will not be used again. Here, the garbage collector does it."""
+        """Free a slab that will not be used again. Here there is nothing to do: its memory goes with the object."""
 
 
 forks = 0  # how often this process has forked; counted before each fork, and in the parent once more after it

@@ -111,8 +111,8 @@ def destination_problem(tensor: torch.Tensor, *, inplace: bool) -> str:
 
 
 def copy_value(name: str, value: Any, device: str | None = None) -> Any:
-    """Copy extra state, so that it shares nothing with the original. ``device``: move its tensors there. Raises what
-    :func:`check_source` raises."""
+    """Copy extra state, so that the copy shares nothing with the original. ``device``: where the copy's tensors are.
+    Raises what :func:`check_source` raises."""
     if isinstance(value, torch.Tensor):
         check_source(name, value)
         return clone(value) if device is None or value.device.type == device else value.detach().to(device)
@@ -149,7 +149,7 @@ def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], d
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the bytes of all tensors are their values, as their classes tell."""
+    """Whether all tensors are of classes whose bytes are their values."""
     return _PLAIN.issuperset(map(type, tensors))
 
 

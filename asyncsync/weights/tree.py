@@ -5,9 +5,9 @@ mean and variance, stands for a dict of some of its attributes: arrays, tensors,
 attributes are ignored. A number becomes a tensor without dimensions. So an attribute may be a float in one process, and
 a NumPy number or an array in another.
 
-An array that is sent becomes a tensor over the same memory, if torch allows that (:func:`from_array`). An update writes
-into the memory of a received array (:class:`ArrayMapping`). It replaces a number, because a number has no memory to
-write to.
+An array that is sent becomes a tensor over the same memory, if torch allows that (:func:`from_array`). In a worker, an
+update writes into the memory of an array (:class:`ArrayMapping`). It replaces a number or a read-only array, because
+these have no memory that can be written to.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ def writable_arrays(value: Any) -> ArrayMapping | None:
 
 
 class ArrayMapping(MutableMapping[str, Any]):
-    """The weights in a dict of attributes, as tensors. A writable array is a tensor over its memory. A number or a
-    read-only array is a meta tensor, so an update sets a new value instead, of the same type. With ``is_alone``, the
-    user knows only the array, not this dict, so setting it writes into the array."""
+    """The weights in a dict of attributes, as tensors. An array that torch can write to is a tensor over its memory. A
+    number or another array is a meta tensor, so an update sets a new value instead, of the same type. With
+    ``is_alone``, the user knows only the array, not this dict, so setting it writes into the array."""
 
     def __init__(self, table: MutableMapping[str, Any], *, is_alone: bool = False) -> None:
         self._table = table

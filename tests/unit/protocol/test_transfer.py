@@ -422,8 +422,9 @@ def test_an_update_is_complete_when_all_shares_are_here(sharer: Sharer) -> None:
     assert (station.content("policy"), station.content("critic")) == ({1}, {2})
 
 
-def test_the_coordinator_announces_what_it_does_not_have_and_retires_it() -> None:
-    desk, retired = Desk(1), []
+@pytest.mark.parametrize("settings", [SMALL, DELTA], ids=["whole", "delta"])
+def test_the_coordinator_announces_what_it_does_not_have_and_retires_it(settings: Settings) -> None:
+    desk, retired = Desk(1, settings=settings), []
     desk.machine.sources = ("tcp://other:1",)
     desk.hello(0)
     (welcome,) = desk.take(messages.Welcome)
