@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -175,10 +176,12 @@ def measure(
                 figures[key], versions[key[0]] = Figure(), message["ready"]
             else:
                 print(f"{child.name}: not measured, there is no {message['missing']}", file=sys.stderr)
+        order = deque(figures)
         for turn in range(rounds := min(often, ROUNDS)):
             steps = often * (turn + 1) // rounds - often * turn // rounds
-            for key in list(figures) if turn % 2 else reversed(figures):
+            for key in order:
                 children[key].run(steps, figures[key])
+            order.rotate(-1)  # not reversed: a system with two turns in a row would have warm caches in the second
     finally:
         for child in children.values():
             child.end()
