@@ -140,9 +140,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             if receives is not None:
                 self.register_scheme_receiver(receives)
         except BaseException:
-            self.shutdown(
-                close_env=not environments.is_environment_object(create_env_fn)
-            )  # the user's own environment stays open
+            # The user's own environment stays open.
+            self.shutdown(close_env=not environments.is_environment_object(create_env_fn))
             raise
 
     # -- rollouts -----------------------------------------------------------------------------------------------------

@@ -157,9 +157,8 @@ class Bus(BusCore):
 
     def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
         # The current values of the sources, extracted in the caller's thread.
-        return {
-            topic: Extracted(source) for topic, source in run_without_waiting(self._extract(weights, workers)).items()
-        }
+        sources = run_without_waiting(self._extract(weights, workers))
+        return {topic: Extracted(source) for topic, source in sources.items()}
 
     async def run_async(self, make: MakeCoroutine[T]) -> T:
         # Run it on the loop, for a coroutine on any event loop.

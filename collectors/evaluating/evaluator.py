@@ -177,9 +177,8 @@ class Evaluator(Lifetime):
         self._keep_result = partial(keep_result, group, self._requests, self._results)
         self._thread = WorkThread("asyncsync-evaluator")
         weakref.finalize(self, self._thread.abandon)
-        self._thread.submit_concurrent(
-            lambda: None
-        )  # starts the thread once, before several threads can request evaluations
+        # Starts the thread once, before several threads can request evaluations.
+        self._thread.submit_concurrent(lambda: None)
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
