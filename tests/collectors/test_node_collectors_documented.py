@@ -101,7 +101,8 @@ def test_running_free_into_a_replay_buffer(family: str) -> None:
 def test_whom_there_is_nobody_to_choose_from_and_which_worker_it_is_are_errors(family: str) -> None:
     assert seen(family)["at_random"]["worker_ids"].startswith("TypeError: worker_ids=0, but")
     index = seen(family)["limits"]["index"]
-    assert index.startswith("RuntimeError: ") and "worker_idx" in index
+    assert index.startswith("RuntimeError: ")
+    assert "worker_idx" in index
 
 
 FORMS: dict[str, list[list[float]]] = {  # what both nodes, and postproc, have afterwards
