@@ -131,9 +131,7 @@ def test_workers_of_a_killed_trainer_end_with_the_recipe(tmp_path: Path) -> None
     assert program.count(ends) == 1
     program = program.replace(ends, f"        import os\n        os.kill(os.getpid(), 9)\n{ends}")
     (tmp_path / "killed.py").write_text(program)
-    code, out, _ = run(
-        tmp_path / "killed.py", cwd=tmp_path
-    )  # until the workers, which have its output, have ended, too
+    code, out, _ = run(tmp_path / "killed.py", cwd=tmp_path)  # until the workers have closed its output, too
     assert code == -9
     assert len(re.findall(r"^worker \d: bias ", out, re.MULTILINE)) == 2
     remove_stale_directories(Path(tempfile.gettempdir()))  # as the next trainer does

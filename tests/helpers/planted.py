@@ -56,10 +56,12 @@ DRIVER: list[ModuleType] = [asyncsync.collectors.multi.driver]
 def release_slots_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender takes a slot back while a worker still reads it."""
 
-    def report(self: Any, nonce: bytes, last: int, in_use: Any) -> None:
-        self.release(nonce)
+    report = Leases.report
 
-    monkeypatch.setattr(Leases, "report", report)
+    def report_all(self: Any, nonce: bytes, last: int, in_use: Any) -> None:
+        report(self, nonce, messages.MAX_SERIAL, ())
+
+    monkeypatch.setattr(Leases, "report", report_all)
 
 
 def forget_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
