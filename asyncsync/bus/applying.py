@@ -28,7 +28,8 @@ from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch, epoch_text
 
-GATE_POLL = 0.05  # seconds
+# In seconds.
+GATE_POLL = 0.05
 CLEAN_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 

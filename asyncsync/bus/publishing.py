@@ -41,7 +41,7 @@ logger = logging.getLogger("asyncsync")
 # _PackJob.memory, which is for weights of up to CACHED_BYTES, must be copied on the loop, before other code can run: a
 # tensor may get other memory.
 assert CACHED_BYTES <= INLINE_BYTES
-# Wait this many seconds for a slab that libzmq is about to release, because a new one would have to be faulted in.
+# Wait this many seconds for a slab that libzmq is about to release: the first use of a new slab's memory takes longer.
 DRAIN_PATIENCE = 0.05
 # So many pieces are encoded in one job of the thread, which then need not wait for the loop after each piece. A
 # publication that needs the thread waits at most for one job, some 20 ms.
@@ -50,9 +50,9 @@ ENCODED_AT_ONCE = 8
 FAST_PATH_BYTES = 1 << 20
 # Shorter timeouts take the general path: if an answer stays out, the fast path ends only after a quarter of a second.
 FAST_PATH_LEAST_TIMEOUT = 1.0
-# The scheduler's time slice is 0.7 ms or more. If this thread has run for longer, the first worker that it wakes takes
-# its core: it would announce the update to the other workers only when that one has finished, and read its answer late.
-# So it sleeps first, which takes some 0.06 ms, and gets a new time slice.
+# The scheduler's time slice is 0.7 ms or more. If this thread has run for longer, the scheduler may run the first
+# worker that it wakes in its place. Then the other workers would be told of the update late, and their answers read
+# late. So this thread sleeps first, which takes some 0.06 ms, and gets a new time slice.
 BUSY_SECONDS = 0.0007
 
 

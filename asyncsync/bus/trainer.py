@@ -465,8 +465,8 @@ class TrainerLink(Publishing):
             self.on_change()
 
     def _send_outbox(self) -> None:
-        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this core, or may
-        have to wait for it."""
+        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this thread's
+        CPU core, or may have to wait for it."""
         if self.timer is None:
             self._set_timer()
         machine, channels = self.machine, self.side_channels.of

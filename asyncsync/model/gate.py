@@ -50,15 +50,16 @@ from asyncsync.runtime.threads import settle
 _log = logging.getLogger("asyncsync")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-PATIENCE = 30.0
+PATIENCE = 30.0  # seconds that a reader waits while an update is pending
 _RECHECK_SECONDS = 0.05  # a waiting reader looks for abandoned readers this often
 BLOCKED_SECONDS = 1.0  # warn if the loop runs no callback for so long, while the model is called
 CHECK_SECONDS = BLOCKED_SECONDS / 4  # between two checks of the loop, because a call_soon costs a microsecond
 
 
 class Reader:
-    """One call of a module or method, or one hold. While it is open, it is also the token by which readers inside it
-    are recognised. ``frame`` is the call's; None for a hold, whose ``task`` is None outside of tasks."""
+    """One call of a module or method, or one hold. While it is open, :data:`innermost` refers to it in its context, so
+    that readers inside it do not wait. ``frame`` is the call's; None for a hold, whose ``task`` is None outside of
+    tasks."""
 
     __slots__ = ("frame", "gate", "is_abandoned", "key", "parent", "task", "thread")
 
@@ -136,8 +137,9 @@ class Hold(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """An update: ``apply`` writes the models, then the gate calls ``done``. :meth:`Gate.try_apply` says when it does so
-    for an update that was given to it. While an update is applied, ``frame`` and ``thread`` are those of that call."""
+    """An update that waits for the readers: ``apply`` writes the models, then the gate calls ``done``. The caller of
+    :meth:`Gate.try_apply` has the result itself; the gate calls ``done`` for it only after an interrupt. While an
+    update is applied, ``frame`` and ``thread`` are those of that call."""
 
     apply: Callable[[], None]
     done: Callable[[BaseException | None], None]
@@ -302,11 +304,11 @@ class Gate:
                 pass  # another one may have been offered meanwhile, by `done` or in another thread
 
     def try_apply(self, given: Writer | None = None) -> bool:
-        """Apply the given update in this thread, if there is no reader and no other update; None: the pending one, if
-        there is no reader. Returns whether it was applied.
+        """Apply an update in this thread, if there is no reader; returns whether it was applied. With ``given``: that
+        update, unless another one is pending. Without: the pending one, and then the gate calls its `done`.
 
         Raises what `apply` of a given update raises. After an Exception the gate drops that update. After an interrupt
-        it stays pending; only then does the gate call its `done`, when it has been applied after all.
+        that update becomes the pending one; the gate calls its `done` when it has been applied later.
         """
         frame = sys._getframe()
         error: Exception | None = None

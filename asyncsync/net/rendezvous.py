@@ -14,9 +14,9 @@ RPC, the sender's first call brings the introduction.
 
 Keys are never pickled with a scheme. A process that can read the answers at the meeting place can pose as a worker.
 
-**Dialling.** libzmq stops for good when the server refuses a handshake, and retries fifty times a second when the
-server cannot read it. :class:`Dialer` replaces both: it retries after a pause, with the keys that the files have by
-then, and with the next of several server keys.
+**Dialling.** libzmq stops for good when the server refuses a handshake. It retries fifty times a second when the server
+cannot read the handshake, because the client has a wrong server key. :class:`Dialer` replaces both: it retries after a
+pause, with the keys that the files have by then, and with the next of several server keys.
 
 **Fan-out.** A worker that takes part in it subscribes to all messages, and then to the nonce of its incarnation. No
 message begins with the nonce, but libzmq reports the subscription to the sender, which so knows the subscribed workers.
@@ -102,8 +102,8 @@ class Introduction:
 class Introductions:
     """A sender's introductions. ``introductions(worker)`` makes one, and returns the same one if the worker asks again.
     ``present`` has the workers that the sender knows: those that are connected, and lost ones whose places it keeps.
-    Beyond ``limit``, a new introduction voids that of the worker that has not asked for the longest time, of those that
-    are not ``present``. That worker gets a new one if it asks again."""
+    If there are ``limit`` introductions, a new one voids that of an absent worker: of the one that asked longest ago,
+    which gets a new one if it asks again."""
 
     def __init__(self, endpoint: str, admission: Admission, present: Container[int], limit: int = MAX_PEERS) -> None:
         self.endpoint, self.admission = endpoint, admission
@@ -413,7 +413,7 @@ class SenderConnection(Dialer):
         self._find = find
         self._on_connected, self._on_disconnected = on_change
         self._away_since: float | None = None  # None: connected, or never connected so far
-        self._unwelcome_since: float | None = None  # without a WELCOME; None: not so, as :meth:`tick` last saw it
+        self._unwelcome_since: float | None = None  # when :meth:`tick` first saw no WELCOME; None: it saw one
         self.fanout = 0
         self._receive_cast = receive_cast
         self._subscribed: Dialer | None = None

@@ -37,7 +37,7 @@ from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_SUFFIX_BYTES, 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
 GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has lost
-PATIENCE = 2.0
+PATIENCE = 2.0  # seconds of silence after which a worker gives its place to a newcomer
 # A check counts at most this much silence, because the answer may have come while this process was busy.
 CHECK_SECONDS = 0.25
 ALL_SUBSCRIBERS = b""

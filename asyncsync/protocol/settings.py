@@ -35,8 +35,9 @@ class Settings:
         window_bytes: how much a worker lets the trainer send ahead of what has arrived.
         ping_interval: between two PINGs to a peer that answers.
         slow_after: silence that marks a peer as slow.
-        retry_interval: how long to wait before trying again to reach a peer, sending HELLO again, or restarting a
-            stalled transfer.
+        retry_interval: how long to wait before trying again to reach a peer, sending HELLO again, restarting a
+            stalled transfer, or repeating a question. A worker that is not watched is lost if its connection is away
+            for longer.
         layout_patience: how long a worker that does not answer may hold up a new layout for the others.
         checksum: whether every payload has a CRC-32.
         compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.

@@ -29,10 +29,11 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
 from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, STAGE, Epoch, Instruction
 
-# Announcements of the previous sender may still reach a worker after its report. The gap keeps our serials off theirs.
+# A worker may have reported a serial of another sender, whose later announcements may still come: continue this far
+# above it.
 SERIAL_GAP = 1 << 16
-# One worker's report moves the serials of all workers. With these limits, a worker that lies would need a thousand
-# million messages to use them up.
+# One worker's report moves the serials of all workers: by LARGEST_SERIAL_LEAP at most, and not at all from
+# LAST_SERIAL_LEAP on. So a worker that lies would need a thousand million messages to use them up.
 LARGEST_SERIAL_LEAP = 1 << 32
 LAST_SERIAL_LEAP = 1 << 63
 KEPT_ANSWERS = 1024  # in a relay, until it can pass them on; the root requests lost ones again
@@ -47,7 +48,7 @@ class Trainer:
         announcement: the newest one; None: there is none, or it must not be used any more.
         serial: of the last UPDATE or AGAIN.
         to_encode: pieces to encode, in any thread, before :meth:`stream` sends them.
-        touched: the workers whose state may have changed; the reader clears it.
+        touched: the workers whose state may have changed, for a relay's reports; the relay clears it.
         sources: the addresses of the other processes that have shares of what is published.
         verification: the one that :meth:`verify` began last.
         answers: in a relay, the DIGESTS to pass on to the sender above it.
@@ -411,7 +412,8 @@ class Trainer:
     # -- liveness ------------------------------------------------------------------------------------------------------
 
     def process_ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
-        """The process of a worker incarnation has ended: end its leases, too."""
+        """The process of a worker incarnation has ended, or it is on another host and is given up: end its leases,
+        too."""
         self.leases.release(nonce)
         self.lost(worker, nonce, reason, now)
 
@@ -628,9 +630,8 @@ class Trainer:
         self._start_transfer(peer, last, parts)
 
     def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
-        """A worker has had this serial in this epoch, and ignores announcements that are not newer. If this sender has
-        not sent it that one, another sender has, which counts by itself: a relay that was killed, or that the worker
-        has left. Then go on behind that serial."""
+        """A worker that has had this serial in this epoch ignores announcements that are not newer. If another sender
+        of the epoch sent it (a relay that was killed, or that the worker has left), continue with higher serials."""
         if serial <= peer.serial or not (self.serial or self.membership.follows):
             return
         peer.serial, self.announcement = 0, None

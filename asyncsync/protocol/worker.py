@@ -784,7 +784,7 @@ class Worker:
         return model_id, base[1]
 
     def end_fast_path(self) -> None:
-        """The next update goes the general way."""
+        """The next update takes the general path."""
         fast_path, self.fast_path = self.fast_path, None
         if fast_path is not None:
             fast_path.end()

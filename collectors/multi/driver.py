@@ -1,9 +1,9 @@
 """Driver: makes the batches of a collector with workers, by one of two schedules, and gives them to callers.
 
-Only the process's loop thread requests rollouts and takes results. :meth:`Driver.produce` is a coroutine there, in
-whatever thread or event loop a caller waits for the batch. So Ctrl-C can cancel it only where it awaits something, and
-the next caller goes on from there. The caller's own thread assembles the batch and runs the user's code on it. When
-workers run free, a task on the loop thread does the driver's work without a caller.
+Only the process's loop thread requests rollouts and takes results: :meth:`Driver.produce` runs there, whichever thread
+or event loop waits for the batch. So Ctrl-C interrupts it only at an await, and the next caller continues from there.
+The caller's own thread assembles the batch and runs the user's code on it. When workers run free, a task on the loop
+thread does the driver's work without a caller.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Caller:
 
     Attributes:
         thread: the identifier of its thread.
-        has_turn: whether other callers wait for this one.
+        keeps_turn: whether other callers wait until :meth:`Driver._end_call`, because its batch has still to be
+            processed, or trajectories must be taken in order.
         error_ends_collection: whether an error of its call ends collection. True once its turn has come.
         made: its batch, until it is handed out.
         is_being_processed: whether another thread processes the batch for this caller.
@@ -87,7 +88,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.has_turn = self.error_ends_collection = self.is_being_processed = self.is_gone = False
+        self.keeps_turn = self.error_ends_collection = self.is_being_processed = self.is_gone = False
         self.made: Batch | None = None
 
 
@@ -149,7 +150,7 @@ class Driver(ABC):
         """Give the caller the next batch, or None at the end. Callers take turns in the order of their calls. If the
         batch takes long to process, the caller keeps its turn until :meth:`_end_call`."""
         if self._free is not None:
-            self._is_over()  # raises: the turn may never come, or only when all frames are collected
+            self._is_over()  # raises RuntimeError at once, because the background task keeps the turn until its end
         await self._turn.acquire()
         try:
             if self._is_over():
@@ -160,9 +161,9 @@ class Driver(ABC):
             is_in_one_piece = made.value is not None or len(made.results) == 1 or made.is_complete
             takes_long = not made.is_finished and (arguments.processes or not is_in_one_piece)
             # Callers take trajectories one after another, in order.
-            caller.has_turn = arguments.trajectories is not None or takes_long
+            caller.keeps_turn = arguments.trajectories is not None or takes_long
         finally:
-            if not caller.has_turn:
+            if not caller.keeps_turn:
                 self._turn.release()
             if caller.is_gone:  # its event loop was closed just now
                 self._hand_back(caller)
@@ -202,11 +203,11 @@ class Driver(ABC):
         most = max(batches if workers is None else [batches[worker] for worker in workers])
         if not (arguments.update_at_each_batch or 0 < arguments.max_weight_update_interval <= most):
             return
-        before = [group.incarnation(worker) for worker in range(len(batches))]
+        before = [group.relaunches(worker) for worker in range(len(batches))]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
         except PartialSendError as error:  # except for workers that are launched again: they get the newest weights
-            if any(before[one] is not None and group.incarnation(one) == before[one] for one in error.failed):
+            if any(before[one] is not None and group.relaunches(one) == before[one] for one in error.failed):
                 raise
         except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
             raise RuntimeError(f"an updater raised {error!r}") from error
@@ -257,7 +258,7 @@ class Driver(ABC):
                 await loop_thread.run_async(partial(self._fetch_batch, caller))
                 if (made := caller.made) is None:
                     break
-                if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
+                if caller.keeps_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
                     await run_in_thread("asyncsync-collector-batch", partial(self._finish_for, caller, made))
                 batch = self._finished(made)
                 caller.made = None
@@ -327,7 +328,7 @@ class Driver(ABC):
         """End the call: the caller has its batch, or hands it back. From any thread. Idempotent."""
         self._callers.discard(caller)
         caller.is_gone = True
-        if not caller.is_being_processed and (caller.has_turn or caller.made is not None):
+        if not caller.is_being_processed and (caller.keeps_turn or caller.made is not None):
             self.group.call_soon(self._hand_back, caller)
 
     def _hand_back(self, caller: Caller) -> None:
@@ -339,8 +340,8 @@ class Driver(ABC):
             add(made)  # with trajectories, before further batches of the same rollout
         elif made is not None and whole is not None and made.value is not None:
             whole.lose_rollout(made.value.get(IDS, None))
-        if caller.has_turn:
-            caller.has_turn = False
+        if caller.keeps_turn:
+            caller.keeps_turn = False
             self._turn.release()
 
     # -- running free, pauses, and the end ----------------------------------------------------------------------------
@@ -391,7 +392,7 @@ class Driver(ABC):
 
         def request(worker: int) -> None:
             while requested[worker] < REQUESTS_AHEAD:
-                # With rounds, a worker counts as if all others had begun as many rollouts as it has itself.
+                # With rounds, each worker assumes that all others are in its round, so all make equally many rollouts.
                 before = expected_frames() if round_frames is None else start + rounds[worker] * round_frames
                 if before >= arguments.total_frames:
                     return

@@ -237,7 +237,7 @@ class WorkerGroup:
         """How many workers run."""
         return sum(not member.has_ended for member in self._members) if not self.is_over else 0
 
-    def incarnation(self, worker: int) -> int | None:
+    def relaunches(self, worker: int) -> int | None:
         """How often a worker was launched again. None: it has yet to connect, and then gets the newest weights."""
         member = self._members[worker]
         return member.launches if member.is_connected else None

@@ -170,11 +170,11 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
     assert asked(group, 1).result(20) == 1
     assert not waits.done()
     assert family.kinds(0) == ["build", "follow"], "nothing else is sent to a node that is not there"
-    assert group.incarnation(0) is None
+    assert group.relaunches(0) is None
     family.begin(0)
     assert waits.result(20) == 0
     assert group.connected
-    assert group.incarnation(0) == 1
+    assert group.relaunches(0) == 1
     newest = [message[1] for message in family.sent[0] if message[0] == "page"][-1]
     assert (newest.newest, newest.counted, newest.cut, newest.paused) == (3, 1, 2, False)
     assert family.kinds(0).index("build") < family.kinds(0).index("follow") < family.kinds(0).index("state")
