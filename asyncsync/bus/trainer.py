@@ -238,7 +238,7 @@ class TrainerLink(Publishing):
             nonlocal outcome
             machine.check_open()
             if quorum is None and calls is None:
-                while outstanding and not progress.is_outstanding(outstanding[-1], version, models):
+                while outstanding and progress.result(outstanding[-1], version, models) is not None:
                     outstanding.pop()
                 if outstanding:
                     return False

@@ -32,7 +32,7 @@ from asyncsync.protocol.targets import Peer, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Transfer
 from asyncsync.weights.encoding import is_decodable
 from asyncsync.wire import messages
-from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_SUFFIX_BYTES, Buffer, Cast, Epoch, Instruction
+from asyncsync.wire.messages import FIRST_GUEST, NONCE_SUFFIX_BYTES, Buffer, Bye, Cast, Epoch, Instruction
 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
@@ -54,14 +54,8 @@ class Newcomer:
     peer: Peer  # made from the newcomer's last HELLO
     ping: int  # the holder keeps its place by answering this PING
     checked: float  # when the holder's silence was counted last
-    _patience: float = PATIENCE
+    patience: float = PATIENCE  # how much more silence the holder is allowed
     welcomed_at: float | None = None  # None: not yet
-
-    def count_silence(self, now: float) -> bool:
-        """Count the holder's silence since the last call. True: it has been silent for too long."""
-        self._patience -= min(now - self.checked, CHECK_SECONDS)
-        self.checked = now
-        return self._patience <= 0.0
 
 
 @dataclass(eq=False)
@@ -85,8 +79,8 @@ class Membership:
     fanout_port: int = 0  # where workers can subscribe to CASTs, on the host of the trainer's address; 0: nowhere
     unwatched: set[bytes] = field(default_factory=set)  # local incarnations whose end the shell would not notice
     shortage: str = ""  # why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
+    newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the index that they want
     _superseded: dict[bytes, None] = field(default_factory=dict)  # the nonces of earlier incarnations
-    _newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the index that they want
 
     # -- which workers are there ------------------------------------------------------------------------------------
 
@@ -102,8 +96,8 @@ class Membership:
 
     def eligible(self, models: Collection[str]) -> list[int]:
         """The expected workers that have one of these models, or are not known yet."""
-        without = {p.worker for p in self.workers() if p.hello.have.keys().isdisjoint(models)}
-        return [worker for worker in self.expected() if worker not in without]
+        found = [(worker, self.find(worker)) for worker in self.expected()]
+        return [w for w, peer in found if peer is None or not peer.hello.have.keys().isdisjoint(models)]
 
     def workers(self) -> Iterator[Peer]:
         """The workers that are there, or were; without relays and guests."""
@@ -118,10 +112,7 @@ class Membership:
     def welcomed(self) -> list[Peer]:
         """The peers that were sent a WELCOME: those that are there, and newcomers that may take a place next."""
         there = [peer for peer in self.peers.values() if not peer.lost]
-        return there + [one.peer for one in self._newcomers.values() if one.welcomed_at is not None]
-
-    def send(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
-        self.outbox.append((route, instruction, payload))
+        return there + [one.peer for one in self.newcomers.values() if one.welcomed_at is not None]
 
     # -- HELLO ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +126,7 @@ class Membership:
         if is_worker and self.num_workers is not None and worker >= self.num_workers:
             why = f"worker_idx {worker} is not below num_workers={self.num_workers} (if workers come and go, "
             why += "construct the sender's scheme with min_workers= instead)"
-            self._refuse(route, nonce, "an index that is not below num_workers", why)
+            self.refuse(route, nonce, why, "an index that is not below num_workers")
             return
         if nonce in self._superseded:
             self._send_superseded(route, worker, nonce)
@@ -158,9 +149,9 @@ class Membership:
         elif peer is not None and same:
             self._move(peer, new, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
-            self._refuse(route, nonce, "too many workers", f"more than {MAX_PEERS} workers")
+            self.refuse(route, nonce, f"more than {MAX_PEERS} workers", "too many workers")
         elif why := self.shortage:
-            self._refuse(route, nonce, "too few file descriptors", f"worker {worker}: {why}")
+            self.refuse(route, nonce, f"worker {worker}: {why}", "too few file descriptors")
         else:
             if peer is not None:
                 self._supersede(peer)
@@ -192,31 +183,31 @@ class Membership:
         return self.routes.get(route) if newcomer is None else newcomer.peer
 
     def newcomer_at(self, route: bytes) -> Newcomer | None:
-        return next((one for one in self._newcomers.values() if one.peer.route == route), None)
+        return next((one for one in self.newcomers.values() if one.peer.route == route), None)
 
     def _contest_place(self, holder: Peer, peer: Peer, now: float) -> None:
         """HELLO did not come over the worker's own connection. Ask the holder of the place by PING if it is there."""
-        newcomer = self._newcomers.get(holder.worker)
+        newcomer = self.newcomers.get(holder.worker)
         if newcomer is None:
             self.ping(holder, now)
-            newcomer = self._newcomers[holder.worker] = Newcomer(holder, peer, holder.ping_seq, now)
+            newcomer = self.newcomers[holder.worker] = Newcomer(holder, peer, holder.ping_seq, now)
         elif newcomer.peer.nonce == peer.nonce and peer.hello.attempt <= newcomer.peer.hello.attempt:
             return
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
             if now >= newcomer.welcomed_at + self.settings.retry_interval:  # until then, that one may still answer
                 why = f"it did not answer, and another process asked to be worker {peer.worker}"
-                self._refuse_newcomer(newcomer, why)
+                self.refuse_newcomer(newcomer, why)
                 self._contest_place(holder, peer, now)
             return
         newcomer.peer = peer
         if newcomer.welcomed_at is not None:
             self._welcome(peer)
 
-    def _let_prove(self, newcomer: Newcomer, now: float) -> None:
+    def let_prove(self, newcomer: Newcomer, now: float) -> None:
         """The holder of the place is silent: let the newcomer prove itself. The holder itself just moves here."""
         holder, peer = newcomer.holder, newcomer.peer
         if peer.nonce == holder.nonce:
-            del self._newcomers[holder.worker]
+            del self.newcomers[holder.worker]
             self._move(holder, peer, now)
         elif newcomer.welcomed_at is None:
             newcomer.welcomed_at = now
@@ -236,54 +227,43 @@ class Membership:
                 self._enter(peer, now)
                 return peer
         elif isinstance(instruction, messages.Bye):
-            del self._newcomers[holder.worker]
+            del self.newcomers[holder.worker]
         elif not isinstance(instruction, messages.Released):
             raise ProtocolError(f"{type(instruction).__name__} from a process that is not worker {peer.worker} yet")
         return None
 
     def note_answer(self, holder: Peer, ping: int) -> None:
         """A worker has answered this PING, so it keeps its place."""
-        newcomer = self._newcomers.get(holder.worker)
+        newcomer = self.newcomers.get(holder.worker)
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
             text = f"worker {holder.worker} is connected already{where}: two workers have this index"
-            self._refuse_newcomer(newcomer, f"{text}; give each its own index")
+            self.refuse_newcomer(newcomer, f"{text}; give each its own index")
 
-    def _refuse_newcomer(self, newcomer: Newcomer, why: str) -> None:
-        self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)
-        del self._newcomers[newcomer.holder.worker]
+    def refuse_newcomer(self, newcomer: Newcomer, why: str) -> None:
+        self.refuse(newcomer.peer.route, newcomer.peer.nonce, why, "an index that was given twice")
+        del self.newcomers[newcomer.holder.worker]
 
-    def refuse(self, route: bytes, nonce: bytes, why: str) -> None:
-        """Send away a process that is no worker here."""
+    def refuse(self, route: bytes, nonce: bytes, why: str, reason: str = "") -> None:
+        """Send away a process that is no worker here, and count it by this reason."""
+        if reason:
+            self.refused[reason] += 1
         self.last_refusal = why
-        self._bye(route, nonce, "refused", why)
-
-    def expel(self, peer: Peer, why: str) -> None:
-        """Send away a worker, and a newcomer that wants its place. The caller marks it as lost."""
-        if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._refuse_newcomer(newcomer, why)
-        self._bye(peer.route, peer.nonce, "refused", why)
+        self.outbox.append((route, Bye(self.epoch, nonce, "refused", why), ()))
 
     # -- epochs and incarnations ------------------------------------------------------------------------------------
-
-    def raise_epoch_above(self, hello: messages.Hello) -> None:
-        """Begin an epoch above the one that a worker has seen; this trainer has announced nothing yet."""
-        assert hello.epoch is not None
-        if hello.epoch[0] >= MAX_START:
-            raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
-        self.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Begin another epoch, in which nothing was announced yet."""
         self.epoch = epoch
-        for one in self._newcomers.values():
+        for one in self.newcomers.values():
             one.peer.applied = {}
         for peer in self.peers.values():
             peer.applied, peer.failed = {}, {}
             if not peer.lost:
                 peer.reconnect(peer.hello, peer.route, {}, peer.last_seen)
                 self._welcome(peer)
-                newcomer = self._newcomers.get(peer.worker)
+                newcomer = self.newcomers.get(peer.worker)
                 if newcomer is not None and newcomer.welcomed_at is not None:
                     self._welcome(newcomer.peer)
 
@@ -297,55 +277,21 @@ class Membership:
 
     def _send_superseded(self, route: bytes, worker: int, nonce: bytes) -> None:
         text = f"a newer process is worker {worker} now: this worker was restarted, or two workers have this index"
-        self._bye(route, nonce, "superseded", text)
-
-    def _refuse(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
-        self.refused[reason] += 1
-        self.refuse(route, nonce, message)
-
-    def _bye(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:
-        self.send(route, messages.Bye(self.epoch, nonce, reason, message))
+        self.outbox.append((route, Bye(self.epoch, nonce, "superseded", text), ()))
 
     def forget(self, peer: Peer) -> Newcomer | None:
         """Forget a peer. Returns the newcomer that wants its place."""
         peer.end_transfer()
         self.routes.pop(peer.route, None)
         self.peers.pop(peer.worker, None)
-        return self._newcomers.pop(peer.worker, None)
+        return self.newcomers.pop(peer.worker, None)
 
     # -- liveness ---------------------------------------------------------------------------------------------------
-
-    def lose(self, peer: Peer, reason: str, now: float) -> Newcomer | None:
-        """A worker has left, or is given up. Returns the newcomer that wants its place."""
-        peer.lose(reason, self._targets.version, now)
-        peer.ready = False
-        peer.end_transfer()
-        self.routes.pop(peer.route, None)
-        return self._newcomers.pop(peer.worker, None)
-
-    def unreachable(self, route: bytes, now: float) -> Peer | None:
-        """A send found no connection. The peer may come back. Returns it if it has stayed away for too long and no
-        process watch would notice its end: the caller marks it as lost."""
-        peer = self.routes.get(route)
-        if peer is None or peer.lost:
-            return None
-        if (newcomer := self._newcomers.get(peer.worker)) is not None:
-            self._let_prove(newcomer, now)
-            if peer.route != route:
-                return None  # it is back already
-        # Its transfer keeps the slab: the worker may be reading it by its descriptor, without a connection.
-        if peer.unreachable_since is None:
-            peer.unreachable_since = now
-        elif peer.local and peer.nonce not in self.unwatched:
-            return None  # the watch over its process notices its end
-        elif now - peer.unreachable_since >= self.settings.retry_interval:
-            return peer
-        return None
 
     def ping(self, peer: Peer, now: float) -> None:
         peer.ping_seq += 1
         peer.last_ping = now
-        self.send(peer.route, messages.Ping(self.epoch, peer.ping_seq, peer.serial))
+        self.outbox.append((peer.route, messages.Ping(self.epoch, peer.ping_seq, peer.serial), ()))
 
     def tick(self, now: float) -> None:
         """Send the PINGs that are due, and forget peers that were lost long ago."""
@@ -359,9 +305,11 @@ class Membership:
                         del self.gone[next(iter(self.gone))]
                 continue
             # Before the rest: a worker that moves to a new connection owes no answer any more, and its PING may be due.
-            newcomer = self._newcomers.get(peer.worker)
-            if newcomer is not None and newcomer.count_silence(now):
-                self._let_prove(newcomer, now)
+            if (newcomer := self.newcomers.get(peer.worker)) is not None:
+                newcomer.patience -= min(now - newcomer.checked, CHECK_SECONDS)
+                newcomer.checked = now
+                if newcomer.patience <= 0.0:
+                    self.let_prove(newcomer, now)
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
             # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
@@ -369,17 +317,6 @@ class Membership:
             interval = self.settings.ping_interval if answered else self.settings.retry_interval
             if now >= peer.last_ping + interval:
                 self.ping(peer, now)
-
-    def close(self, *, quietly: bool) -> None:
-        """Send BYE to all; with ``quietly`` only to newcomers, because the workers belong to another trainer."""
-        text = "the sender was shut down"
-        for peer in self.peers.values():
-            peer.end_transfer()
-            if not peer.lost and not quietly:
-                self._bye(peer.route, peer.nonce, "closed", text)
-        for newcomer in self._newcomers.values():
-            self._bye(newcomer.peer.route, newcomer.peer.nonce, "closed", text)
-        self._newcomers.clear()
 
 
 @dataclass(slots=True)
@@ -431,7 +368,7 @@ class Progress:
         models = None if models is None else list(models)
         result = Outcome()
         for worker in workers:
-            answer = self._result(worker, version, models, staged=staged)
+            answer = self.result(worker, version, models, staged=staged)
             if answer is None:
                 result.waiting.add(worker)
             elif isinstance(answer, int):
@@ -456,24 +393,22 @@ class Progress:
         if (
             first is not None
             and self._is_targeted(first, version, models)
-            and self.is_outstanding(first, version, models)
+            and self.result(first, version, models) is None
         ):
             return first
         targeted = self.targeted(version, models)
-        return next((worker for worker in targeted if self.is_outstanding(worker, version, models)), None)
+        return next((worker for worker in targeted if self.result(worker, version, models) is None), None)
 
-    def is_outstanding(self, worker: int, version: int, models: list[str] | None) -> bool:
-        """True while this worker may still come to hold this version."""
-        return self._result(worker, version, models) is None
-
-    def _result(
+    def result(
         self, worker: int, version: int, models: list[str] | None, *, staged: bool = False
     ) -> int | Exception | None:
         """The version of these models, this one or newer, that the worker holds, or has ready if ``staged``; or why it
         will not hold it; None: it may still come."""
         peer = self._membership.find(worker)
-        if not staged and peer is not None and models and peer.has_applied(version, models):
-            return min(peer.applied[m] for m in models)
+        if not staged and peer is not None and models:
+            oldest = min([peer.applied.get(m, 0) for m in models])
+            if oldest >= version:
+                return oldest
         mine = self._models_of(peer, models)
         waits_for_commit = staged and self._targets.is_staged(version)
         if waits_for_commit:  # all models of the staged version are ready together
@@ -634,14 +569,19 @@ class FanOut:
         pushed = self._pushed
         if pushed is None:
             return
-        credits = sorted(credit for peer in self._push_targets if (credit := _credit(peer, pushed)) is not None)
+        credits = []
+        for peer in self._push_targets:
+            if peer.transfer is not None and peer.transfer.serial == pushed.serial:
+                credits.append(peer.transfer.pushed)
+            elif not peer.lost and all(peer.applied_or_staged(m) >= v for m, v in pushed.versions.items()):
+                credits.append(pushed.total)
         if credits:
-            pushed.granted = credits[-len(credits) // 4]
+            pushed.granted = sorted(credits)[-len(credits) // 4]
         for chunk, piece in pushed.chunks(self._membership.epoch, self._push_settings):
             for peer in self._push_targets:
                 if peer.transfer is not None and peer.transfer.serial == pushed.serial:
                     peer.bytes_sent += len(piece)
-            self._membership.send(ALL_SUBSCRIBERS, chunk, [piece])
+            self._membership.outbox.append((ALL_SUBSCRIBERS, chunk, [piece]))
         if pushed.sent == pushed.total or not credits:
             self.end()
 
@@ -655,12 +595,3 @@ class FanOut:
         if self._pushed is not None:
             self._pushed.release()
             self._pushed, self._push_targets = None, []
-
-
-def _credit(peer: Peer, pushed: Transfer) -> int | None:
-    """Up to where this worker can take what is pushed; None: it takes no more."""
-    if peer.transfer is not None and peer.transfer.serial == pushed.serial:
-        return peer.transfer.pushed
-    if not peer.lost and all(peer.applied_or_staged(m) >= version for m, version in pushed.versions.items()):
-        return pushed.total
-    return None

@@ -84,7 +84,7 @@ class RelayedWorkers:
         known = self._relays.get(relay.nonce)
         last = 0 if known is None else known.last_report
         if number != last and relay.hello.role == "relay":
-            self._membership.send(relay.route, messages.Recount(self._membership.epoch, last))
+            self._membership.outbox.append((relay.route, messages.Recount(self._membership.epoch, last), ()))
 
     def _record(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
         peer = known.workers.get(one.worker)
@@ -135,7 +135,7 @@ class RelayedWorkers:
         self.changed.add(worker)
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
-        peer.lose(reason, self._targets.version, now)
+        peer.lost, peer.lost_at, peer.lost_since = reason, self._targets.version, now
         self._choose_record(peer.worker)
 
     def lose(self, relay: Peer, now: float) -> None:
@@ -226,7 +226,8 @@ class TargetRequests:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}
         there = {m: version for m, version in above.items() if m in peer.hello.have}
         versions = {m: max(here.get(m, 0), there.get(m, 0)) for m in {**here, **there}}
-        self._membership.send(peer.route, messages.Pong(self._membership.epoch, seq, versions, {}, 0, root=root))
+        pong = messages.Pong(self._membership.epoch, seq, versions, {}, 0, root=root)
+        self._membership.outbox.append((peer.route, pong, ()))
 
 
 @dataclass(frozen=True, slots=True)

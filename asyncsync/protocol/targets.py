@@ -90,10 +90,6 @@ class Peer:
         self.pong_seq = self.ping_seq
         self.last_seen = now
 
-    def lose(self, reason: str, version: int, now: float) -> None:
-        """Mark it as lost; ``version`` is the last one that a publication was given."""
-        self.lost, self.lost_at, self.lost_since = reason, version, now
-
     def end_transfer(self) -> None:
         if self.transfer is not None:
             self.transfer.release()
@@ -132,21 +128,11 @@ class Peer:
         while len(self.refused) > KEPT_REFUSALS:
             del self.refused[next(iter(self.refused))]
 
-    def count_welcome(self, layouts: Iterable[tuple[str, bytes]]) -> int:
-        """Returns the number of the WELCOME that will show these layouts."""
-        self.welcomes += 1
-        self.unanswered_welcomes += 1
-        for layout in layouts:
-            self.shown.setdefault(layout, self.welcomes)
-        while len(self.shown) > KEPT_REFUSALS:
-            del self.shown[next(iter(self.shown))]
-        return self.welcomes
-
     def ask_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
         """Forget its answers to those of a publication's layouts that it has refused, or was shown and has not
         accepted: the next WELCOME asks again, and a refusal on its way no longer counts. Layouts in ``waiting`` were
         shown for other pending publications, so those WELCOMEs stand. True if there is a layout to ask for, and that
-        WELCOME may be sent now. A worker that has stopped answering gets it when it answers (:attr:`lacks_welcome`)."""
+        WELCOME may be sent now. A worker that has stopped answering gets it when it answers."""
         again = [
             layout
             for layout in layouts
@@ -157,11 +143,6 @@ class Peer:
             self.refused.pop(layout, None)
             self.shown[layout] = self.welcomes + 1
         return bool(again) and self.unanswered_welcomes < MAX_UNANSWERED_WELCOMES
-
-    @property
-    def lacks_welcome(self) -> bool:
-        """Whether a WELCOME that shows some layout once more has still to be sent."""
-        return any(number > self.welcomes for number in self.shown.values())
 
     def note_applied(self, versions: dict[str, int]) -> None:
         for model_id, version in versions.items():
@@ -191,13 +172,6 @@ class Peer:
         for ready in (self.staged, self.held, self.taken):
             if ready.get(model_id, 0) <= version:
                 ready.pop(model_id, None)
-
-    def has_applied(self, version: int, models: Iterable[str]) -> bool:
-        applied = self.applied
-        for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
-            if applied.get(model_id, 0) < version:
-                return False
-        return True
 
     def applied_or_staged(self, model_id: str) -> int:
         applied = self.applied.get(model_id, 0)
@@ -240,10 +214,6 @@ class Model:
     current: ByWorker = field(default_factory=dict)
     # False until all workers have been connected once: till then, absent workers hold up a publication, too.
     assembled: bool = False
-
-    @property
-    def common(self) -> Target | None:
-        return self.current.get(None)
 
 
 class Targets:
@@ -326,7 +296,7 @@ class Targets:
             model = self.models[model_id]
             # It has waited for all workers, so an absent one holds up no later publication.
             model.assembled = model.assembled or publication.workers is None
-            before, common = model.common, targets.get(None)
+            before, common = model.current.get(None), targets.get(None)
             if self.keeps_bases and before is not None and common is not None:
                 before.slab.drop_base()  # it gives up its own base
                 common.slab.set_base(before.version, before.slab)
@@ -411,8 +381,8 @@ class Targets:
     def are_common(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
         for model_id in models:
-            model = self.models.get(model_id)
-            if model is None or model.common is None or model.common.version < version or len(model.current) > 1:
+            current = self.models[model_id].current if model_id in self.models else {}
+            if current.keys() != {None} or current[None].version < version:
                 return False
         return True
 

@@ -22,12 +22,12 @@ from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import FanOut, Membership, Progress
 from asyncsync.protocol.relays import RelayedWorkers, TargetRequests, Verification
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Leases, Model, Peer, Publication, Replaced, Target, Targets
+from asyncsync.protocol.targets import KEPT_REFUSALS, Leases, Model, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, STAGE, Epoch, Instruction
+from asyncsync.wire.messages import APPLY, COMMIT, MAX_SERIAL, MAX_START, STAGE, Epoch, Instruction
 
 # A worker may have reported a serial of another sender, whose later announcements may still come: continue this far
 # above it.
@@ -175,7 +175,7 @@ class Trainer:
         """Send DROP to a worker that may have staged this version. If DROP is lost, PONG shows what it still holds."""
         peer.held = {m: v for m, v in peer.held.items() if v != version}
         if not peer.lost:
-            self.membership.send(peer.route, messages.Drop(self.epoch, version))
+            self.outbox.append((peer.route, messages.Drop(self.epoch, version), ()))
 
     def stream(self) -> None:
         """Send the bytes that have been packed or encoded since the last call."""
@@ -208,7 +208,16 @@ class Trainer:
             return
         self.closed = True
         self.outbox.clear()
-        self.membership.close(quietly=self.fenced is not None or self.membership.follows)
+        # A fenced trainer's workers, and a relay's, belong to another trainer.
+        leaves = self.fenced is None and not self.membership.follows
+        told = [peer for peer in self.peers.values() if leaves and not peer.lost]
+        told += [newcomer.peer for newcomer in self.membership.newcomers.values()]
+        for peer in told:
+            bye = messages.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down")
+            self.outbox.append((peer.route, bye, ()))
+        self.membership.newcomers.clear()
+        for peer in self.peers.values():
+            peer.end_transfer()
         self.fanout.end()
         self.targets.close()
         self.leases.close()
@@ -319,7 +328,9 @@ class Trainer:
                     peer.end_transfer()
                 self.fanout.end()
                 return
-            self.membership.raise_epoch_above(hello)
+            if hello.epoch[0] >= MAX_START:
+                raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
+            self.membership.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))
         self.membership.receive_hello(route, hello, now)
         self.touched.add(hello.worker)
 
@@ -333,7 +344,8 @@ class Trainer:
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)
         peer.unanswered_welcomes = max(0, peer.unanswered_welcomes - 1)
-        self._show_layouts(peer, again=peer.lacks_welcome)
+        # Perhaps some layout has still to be shown once more; see Peer.ask_again().
+        self._show_layouts(peer, again=any(number > peer.welcomes for number in peer.shown.values()))
         self._recheck_pending([peer.worker])
         self._send_due(peer)
 
@@ -422,7 +434,11 @@ class Trainer:
         peer = self.peers.get(worker)
         if peer is None or peer.nonce != nonce or peer.lost:
             return
-        newcomer = self.membership.lose(peer, reason, now)
+        peer.lost, peer.lost_at, peer.lost_since = reason, self.targets.version, now
+        peer.ready = False
+        peer.end_transfer()
+        self.membership.routes.pop(peer.route, None)
+        newcomer = self.membership.newcomers.pop(worker, None)
         self._recheck_pending([worker])
         self.touched.add(worker)
         self.relayed.lose(peer, now)
@@ -431,15 +447,30 @@ class Trainer:
             self.membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
 
     def expel(self, worker: int, why: str, now: float) -> None:
-        """Send away a worker that may no longer take part."""
+        """Send away a worker that may no longer take part, and a newcomer that wants its place."""
         peer = self.peers.get(worker)
-        if peer is not None and not peer.lost:
-            self.membership.expel(peer, why)
-            self._lose(peer, why, now)
+        if peer is None or peer.lost:
+            return
+        if (newcomer := self.membership.newcomers.get(worker)) is not None:
+            self.membership.refuse_newcomer(newcomer, why)
+        self.outbox.append((peer.route, messages.Bye(self.epoch, peer.nonce, "refused", why), ()))
+        self._lose(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
         """A send found no connection. The worker may come back; one that is not watched is lost if it stays away."""
-        if (peer := self.membership.unreachable(route, now)) is not None:
+        peer = self.membership.routes.get(route)
+        if peer is None or peer.lost:
+            return
+        if (newcomer := self.membership.newcomers.get(peer.worker)) is not None:
+            self.membership.let_prove(newcomer, now)
+            if peer.route != route:
+                return  # it is back already
+        # Its transfer keeps the slab: the worker may be reading it by its descriptor, without a connection.
+        if peer.unreachable_since is None:
+            peer.unreachable_since = now
+            return
+        watched = peer.local and peer.nonce not in self.membership.unwatched
+        if not watched and now - peer.unreachable_since >= self.settings.retry_interval:
             self._lose(peer, "its connection is gone", now)
 
     def _lose(self, peer: Peer, why: str, now: float) -> None:
@@ -491,7 +522,7 @@ class Trainer:
         if peer is not None and peer.nonce == question.nonce and not peer.lost:
             relay = peer if peer.relay is None else self.peers.get(peer.relay)
             if relay is not None:
-                self.membership.send(relay.route, question)
+                self.outbox.append((relay.route, question, ()))
 
     def _request_digests(self, now: float) -> None:
         if self.verification is not None:
@@ -541,12 +572,18 @@ class Trainer:
         if again or models != peer.shown_layouts:
             peer.shown_layouts = models
             peer.welcome_after_ping = peer.ping_seq
-            me, number = self.membership.identity, peer.count_welcome(models.items())
+            peer.welcomes += 1
+            peer.unanswered_welcomes += 1
+            for shown in models.items():
+                peer.shown.setdefault(shown, peer.welcomes)
+            while len(peer.shown) > KEPT_REFUSALS:
+                del peer.shown[next(iter(peer.shown))]
+            me = self.membership.identity
             welcome = messages.Welcome(
-                self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models, number,
+                self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models, peer.welcomes,
                 self.membership.fanout_port, self.sources,
             )  # fmt: skip
-            self.membership.send(peer.route, welcome, layouts)
+            self.outbox.append((peer.route, welcome, layouts))
 
     def _recheck_pending(self, workers: Collection[int]) -> None:
         pending: dict[int, Publication] = {}
@@ -641,7 +678,7 @@ class Trainer:
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
         for chunk, piece in transfer.chunks(self.epoch, self.settings, self.to_encode):
             peer.bytes_sent += len(piece)
-            self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
+            self.outbox.append((peer.route, chunk, [piece] if len(piece) else ()))
 
     # -- the fast path: AGAIN is the next update of a training loop ----------------------------------------------------
 
@@ -658,7 +695,7 @@ class Trainer:
         if last.streamed_models:
             return None  # some workers cannot open what its descriptor names
         model = targets.models.get(model_id)
-        current = None if model is None else model.common
+        current = None if model is None else model.current.get(None)
         if model is None or current is None or current.version != targets.version:
             return None  # the last version is pending, staged, another model's or one worker's, or was rejected
         if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
@@ -712,4 +749,4 @@ class Trainer:
         peer.serial = last.serial
         if send:
             peer.bytes_sent += last.nbytes
-            self.membership.send(peer.route, last.instruction, last.payload)
+            self.outbox.append((peer.route, last.instruction, last.payload))

@@ -86,7 +86,7 @@ class RelayMachine(Relaying):
                 for peer in () if self._keeps else downstream.peers.values():
                     if not peer.lost:
                         bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
-                        downstream.membership.send(peer.route, bye)
+                        downstream.outbox.append((peer.route, bye, ()))
             case messages.Drop():
                 if downstream.targets.is_staged(message.version):
                     downstream.drop()

@@ -240,7 +240,7 @@ class TrainerProcess:
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> TrainerFastPath | None:
         machine = self.machine
-        target = machine.targets.models[model].common
+        target = machine.targets.models[model].current.get(None)
         if not machine.settings.fast or not self.usable or target is None:
             return None
         rides = target.slab.descriptor is None

@@ -19,7 +19,7 @@ from asyncsync.wire import messages
 from asyncsync.wire.codec import MAX_HEADER, decode, encode
 from asyncsync.wire.messages import MAX_NAME, MAX_REPORTED, Inquiry, Report
 from helpers.apis import ASYNCIO, Api
-from helpers.machines import Desk, Station
+from helpers.machines import Desk, Station, nonce
 from helpers.pairs import Model, connected, until
 
 
@@ -101,7 +101,7 @@ def test_the_largest_report_fits_into_one_message() -> None:
     desk = Desk(None, models=names)
     for worker in range(400):
         desk.hello(worker, have=dict.fromkeys(names[:3], 0))
-        desk.machine.membership.lose(desk.machine.peers[worker], "\U00010000" * 1000, 0.0)
+        desk.machine.lost(worker, nonce(worker), "\U00010000" * 1000, 0.0)
     reasons = {f"{i} " + "\U00010000" * 300: (1 << 64) - 1 for i in range(300)}
     report = told(reporter(desk, **reasons).answer(1))
     assert len(encode(report)) < MAX_HEADER
@@ -123,7 +123,7 @@ def test_nobody_gets_more_than_so_many_answers_in_a_second_nor_has_each_made_ane
     assert told(asked.answer(1)).counts["live"] == 1, "made anew"
     assert asked.answer(2) is None
     desk.now += FRESH_SECONDS / 2
-    desk.machine.membership.lose(desk.machine.peers[0], "gone", desk.now)
+    desk.machine.lost(0, nonce(0), "gone", desk.now)
     assert told(asked.answer(3)).counts["live"] == 1, "as it was"
 
 

@@ -31,7 +31,7 @@ from asyncsync.wire import messages
 from helpers.apis import Api
 from helpers.command import private_directories
 from helpers.figures import families, look, of, scrape
-from helpers.machines import Desk
+from helpers.machines import Desk, nonce
 from helpers.pairs import Model, crew, until
 
 
@@ -504,7 +504,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
             hear(desk, observer, worker, version)
     assert len(observer.traces) == 4
     if ends == "it is lost":
-        machine.membership.lose(machine.peers[stopped], "gone", desk.now)
+        machine.lost(stopped, nonce(stopped), "gone", desk.now)
         observer.check(recheck_all=True)
     else:
         hear(desk, observer, stopped, version)

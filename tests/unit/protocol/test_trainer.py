@@ -112,7 +112,7 @@ def test_a_worker_that_answers_though_late_keeps_its_place_and_a_newcomer_is_ref
         with pytest.raises(ProtocolError, match="unknown peer"):
             desk.receive(b"new", FITS)
     assert desk.machine.peers[0].nonce == nonce(0)
-    assert not desk.machine.membership._newcomers
+    assert not desk.machine.membership.newcomers
     desk.applied(0, policy=version)
     assert desk.machine.progress.of(version, [0]).acked == {0: version}
 
@@ -161,7 +161,7 @@ def test_a_worker_moves_to_a_new_connection_when_it_does_not_answer_where_it_was
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
     for incarnation in range(10, 200):
         desk.hello(0, incarnation, route=b"%d" % incarnation)
-    assert len(desk.machine.membership._newcomers) == 1
+    assert len(desk.machine.membership.newcomers) == 1
     assert len(desk.take(messages.Ping)) == 1
     desk.pass_time(3)
     assert [to for to, i, _ in desk.machine.outbox if isinstance(i, messages.Welcome)] == [b"199"]
@@ -181,7 +181,7 @@ def test_one_connection_may_ask_for_two_places(desk: Desk) -> None:
     for worker, incarnation, route in ((0, 10, b"new"), (1, 11, b"new"), (0, 10, b"new"), (1, 11, b"newer")):
         desk.hello(worker, incarnation, route=route)
     desk.hello(0, 10, route=b"new")
-    assert len(desk.machine.membership._newcomers) == 2
+    assert len(desk.machine.membership.newcomers) == 2
     desk.machine.close()
     said = sorted((to, bye.reason) for to, bye, _ in desk.machine.outbox)  # type: ignore[attr-defined]
     assert said == [(to, "closed") for to in (b"0", b"1", b"new", b"newer")]
@@ -1075,7 +1075,7 @@ def test_a_refused_publication_does_not_keep_another_one_from_being_complete(oth
     for models in (["policy"], None):
         assert progress.targeted(version, models) == [0]
         assert progress.of(version, [0], models).acked == {0: version}
-        assert not progress.is_outstanding(0, version, models)
+        assert progress.result(0, version, models) is not None
     assert progress.targeted(newer, [other]) == [0, 1]
     assert sorted(progress.of(newer, [0, 1], [other]).failed) == [0, 1]
     only = "policy" if other == "value" else "value"
