@@ -49,10 +49,10 @@ class Session:
     attempt: int = 0  # the number of the last HELLO
     ended: WeightSyncError | None = None  # why no more messages will come
     refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # why a layout does not fit, until one does
-    _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, the last few that fit
+    layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, by digest: the last few that fit
+    next_hello: float = 0.0
     _refused_layouts: dict[str, Layout] = field(default_factory=dict)
     _nameless: bool = False  # the trainer's only model has no model_id, this worker's only one has
-    _next_hello: float = 0.0
     _hello_delay: float = FIRST_HELLO_RETRY
     _ping: int = 0  # the number of the last request
     _answered: int = 0  # the last request that got an answer
@@ -67,21 +67,14 @@ class Session:
         """The worker's own name for a model of the trainer's. A trainer without a model_id calls its only model ""."""
         return next(iter(self._models)) if topic == "" and self._nameless else topic
 
-    def name(self, model_id: str) -> str:
-        return "" if self._nameless else model_id
-
     def to_trainer_names(self, versions: Mapping[str, int]) -> dict[str, int]:
         """The versions by the trainer's names, of the models that take part."""
         return {"" if self._nameless else m: v for m, v in versions.items() if m in self._models}
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
-    def layout(self, model_id: str, digest: bytes) -> Layout | None:
-        """A layout that the trainer has shown, and that fits; None: it is not known (any more)."""
-        return self._layouts.get(model_id, {}).get(digest)
-
     def _check(self, model_id: str, layout: Layout) -> SchemaMismatch | None:
-        known = self._layouts.setdefault(model_id, {})
+        known = self.layouts.setdefault(model_id, {})
         try:
             if layout.digest not in known:
                 self._models[model_id].check(layout)
@@ -96,7 +89,7 @@ class Session:
         return None
 
     def forget(self, model_id: str) -> None:
-        for known in (self._layouts, self._refused_layouts, self.refused):
+        for known in (self.layouts, self._refused_layouts, self.refused):
             known.pop(model_id, None)
 
     # -- HELLO and WELCOME ------------------------------------------------------------------------------------------
@@ -105,7 +98,7 @@ class Session:
         """Send HELLO, with the versions that the models hold, and the serial of the last UPDATE that has come."""
         self.attempt += 1
         self.welcomed = False
-        self._next_hello = now + self._hello_delay
+        self.next_hello = now + self._hello_delay
         self._hello_delay = min(2 * self._hello_delay, self._settings.retry_interval)
         have = {m: versions.get(m, 0) for m in self._models}
         if len(self._models) == 1 and self.role == "worker":
@@ -113,9 +106,6 @@ class Session:
         me = self.identity
         sender = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
         self.send(messages.Hello(*sender, self.epoch, have, self.role, available_codecs(), serial, takes))
-
-    def is_hello_due(self, now: float) -> bool:
-        return not self.welcomed and now >= self._next_hello
 
     def receive_welcome(self, welcome: Welcome, payload: Sequence[Buffer]) -> None:
         """Handle a WELCOME, which answers HELLO or shows other layouts: accept or refuse these. Raises ProtocolError,
@@ -142,15 +132,16 @@ class Session:
         for model_id, layout in found.items():
             if model_id not in self._models:
                 continue
+            name = "" if nameless else model_id
             error = self._check(model_id, layout)
             if error is None:
                 self.refused.pop(model_id, None)
                 self._refused_layouts.pop(model_id, None)
-                accepted[self.name(model_id)] = layout.digest
+                accepted[name] = layout.digest
             else:
                 self.refused[model_id], self._refused_layouts[model_id] = error, layout
                 text = str(error)[: messages.MAX_TEXT]
-                self.send(messages.Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.number))
+                self.send(messages.Refused(welcome.epoch, name, layout.digest, text, welcome.number))
         # READY goes last, because before a refusal it could complete a publication that the refusal must stop.
         beside = self.identity.is_beside(welcome.pid, welcome.boot, welcome.namespace)
         self.send(messages.Ready(welcome.epoch, accepted, not beside or self._memory.opens(welcome.pid)))
@@ -207,18 +198,7 @@ class Session:
         else:
             # The connection to this trainer will end soon, or the one to its successor is there already.
             self.welcomed = False
-            self._next_hello = now + self._settings.retry_interval
-
-    def send_bye(self, message: str, *, reads: bool) -> None:
-        """Leave. ``reads``: some leased slabs stay in use until this process ends."""
-        if self.epoch is None or not self.online:
-            return
-        if self.ended is None:
-            reason = "reading" if reads else "closed"
-            self.send(Bye(self.epoch, self.nonce, reason, message[: messages.MAX_NAME]))
-        elif not reads:
-            # This also releases slabs of UPDATEs that were on their way: the worker ignores those now.
-            self.send(messages.Released(self.epoch, self.nonce, messages.MAX_SERIAL, ()))
+            self.next_hello = now + self._settings.retry_interval
 
 
 class Acting(NamedTuple):
@@ -322,15 +302,6 @@ class Taken:
     previous: dict[str, AppliedUpdate]
     is_applied: bool = False
 
-    def release(self) -> None:
-        self.staging.release()
-        self.release_previous()
-
-    def release_previous(self) -> None:
-        for *_, slab in self.previous.values():
-            slab.release()
-        self.previous = {}
-
 
 class StagedUpdates(list[Staging]):
     """The updates that wait for the gate, oldest first. One that has gone through stays until the event loop knows."""
@@ -362,8 +333,7 @@ class StagedUpdates(list[Staging]):
         """Hand over :meth:`newest`, which must be there. Older updates no longer reach its models."""
         taken = self.newest(model_id)
         assert taken is not None
-        for older in self[: self.index(taken)]:
-            self._leave_out(older, taken.parts.keys())
+        self.leave_out(taken.parts.keys(), self[: self.index(taken)])
         self.remove(taken)
         return taken
 
@@ -371,21 +341,13 @@ class StagedUpdates(list[Staging]):
         """Abandon all, except those that the gate has begun with."""
         self[:] = [one for one in self if not one.abandon()]
 
-    def leave_out(self, model_id: str) -> None:
-        """A model takes part no more. Only updates that the gate has begun with still reach it."""
-        for one in self.copy():
-            self._leave_out(one, {model_id})
-
-    def _leave_out(self, one: Staging, models: Set[str]) -> None:
-        if not one.parts.keys() <= models:
-            one.leave_out(models)
-        elif one.abandon():
-            self.remove(one)
-
-    def slab(self, epoch: Epoch | None, model_id: str, version: int) -> Slab | None:
-        """The slab of this version of a model; None: it is not staged."""
-        parts = (one.parts[model_id] for one in self if one.epoch == epoch and model_id in one.parts)
-        return next((part.slab for part in parts if part.version == version), None)
+    def leave_out(self, models: Set[str], updates: Sequence[Staging]) -> None:
+        """Leave these models out of these updates. Only updates that the gate has begun with still reach them."""
+        for one in updates:
+            if not one.parts.keys() <= models:
+                one.leave_out(models)
+            elif one.abandon():
+                self.remove(one)
 
 
 AppliedUpdate = tuple[Epoch, int, Slab]
@@ -393,25 +355,18 @@ AppliedUpdate = tuple[Epoch, int, Slab]
 replaced."""
 
 
+@dataclass(eq=False)
 class Holdings:
-    """What the models of one worker hold.
+    """What the models of one worker hold. All but ``leased`` is by the worker's name for the model."""
 
-    Attributes:
-        epoch: the current trainer's; None: there has been none.
-        updates: per model, the newest applied update.
-        error: per model, the version that failed last, its error, and the error's traceback.
-        leased: the leased slabs that may be in use, by the trainer's name for the model, and version.
-        failed_slabs: per model, the slabs of failed updates in which some of its Parameters may lie.
-        is_report_due: whether a leased slab has been released since the last report.
-    """
-
-    def __init__(self) -> None:
-        self.epoch: Epoch | None = None
-        self.updates: dict[str, AppliedUpdate] = {}
-        self.error: dict[str, tuple[int, Exception, TracebackType | None]] = {}
-        self.leased: dict[tuple[str, int], Slab] = {}
-        self.failed_slabs: dict[str, list[AppliedUpdate]] = {}
-        self.is_report_due = False
+    epoch: Epoch | None = None  # the current trainer's; None: there has been none
+    updates: dict[str, AppliedUpdate] = field(default_factory=dict)  # the newest applied ones
+    # The version that failed last, its error, and the error's traceback.
+    error: dict[str, tuple[int, Exception, TracebackType | None]] = field(default_factory=dict)
+    # The slabs that may be in use. By the trainer's name, because the worker's may change when another model joins.
+    leased: dict[tuple[str, int], Slab] = field(default_factory=dict)
+    failed_slabs: dict[str, list[AppliedUpdate]] = field(default_factory=dict)  # some Parameters may lie in these
+    is_report_due: bool = False  # whether a leased slab has been released since the last report
 
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
@@ -422,16 +377,6 @@ class Holdings:
     def versions(self) -> dict[str, int]:
         """The versions of the current epoch that the models hold."""
         return {model_id: version for model_id in self.updates if (version := self.version(model_id))}
-
-    def slab(self, model_id: str, version: int) -> Slab | None:
-        """The slab of this version of a model, of the current epoch; None: the model holds another version."""
-        update = self.updates.get(model_id)
-        return None if update is None or update[:2] != (self.epoch, version) else update[2]
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is leased or due in a report, and nothing is left over from a failed update."""
-        return not (self.leased or self.is_report_due or self.failed_slabs or self.error)
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -491,24 +436,14 @@ class Holdings:
     # -- leases -----------------------------------------------------------------------------------------------------
 
     def lease(self, part: messages.Part, slab: Slab) -> None:
-        # By the trainer's name for the model, because the worker's own may change when another model joins.
         self.leased[part.model_id, part.version] = slab
         slab.on_release = self._released
 
     def _released(self) -> None:
         self.is_report_due = True
 
-    def check_forked(self) -> None:
-        """Report again on leased slabs that only a forked child was using: it may have made its copies by now."""
-        if any(not slab.references for slab in self.leased.values()):
-            self.is_report_due = True
-
     def close(self) -> None:
-        for _, _, slab in self.updates.values():
-            slab.release()
-        self.updates.clear()
-        for updates in self.failed_slabs.values():
+        for updates in (self.updates.values(), *self.failed_slabs.values()):
             for *_, slab in updates:
                 slab.release()
-        self.failed_slabs.clear()
-        self.leased = {}
+        self.updates, self.failed_slabs, self.leased = {}, {}, {}

@@ -24,7 +24,7 @@ import torch
 
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.settings import Settings
-from asyncsync.weights.encoding import Bytes, Encoding, decode_piece, encode_piece, encoding_of
+from asyncsync.weights.encoding import Encoding, decode_piece, encode_piece, encoding_of
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
@@ -235,8 +235,8 @@ class IncomingUpdate:
 
     Attributes:
         slabs: one per part, with a reference each, until :meth:`take`.
-        bases: the slabs of the versions that the trainer has named as bases, as far as this worker has them; also with
-            references.
+        bases: per part, the slab of the version that the trainer has named as its base, also with a reference; None:
+            this worker does not have it. Empty: there is none.
         fetching: the indices of the parts that a transport fetches by their descriptors.
         received: how many of the parts' bytes, laid end to end, have come up to the first gap.
         pushed: its bytes are pushed to all subscribers. Then those behind a gap are kept; else they are sent again.
@@ -255,8 +255,7 @@ class IncomingUpdate:
         update: Update,
         layouts: Sequence[Layout],
         payload: Sequence[Buffer],
-        attach: Callable[[Part, Layout], Slab | None],
-        acquire: Callable[[Part, Layout], Slab],
+        acquire: Callable[[Part, Layout], tuple[Slab, bool]],
         now: float,
     ) -> None:
         values = payload[: len(update.parts)]
@@ -279,11 +278,9 @@ class IncomingUpdate:
         self.fetching: set[int] = set()
         try:
             for i, (part, layout, frame) in enumerate(zip(self.parts, layouts, values, strict=True)):
-                slab = None if part.descriptor is None else attach(part, layout)
-                if slab is None:
-                    slab = acquire(part, layout)
-                    if part.descriptor is not None:
-                        self.fetching.add(i)
+                slab, must_fetch = acquire(part, layout)
+                if must_fetch:
+                    self.fetching.add(i)
                 self.slabs.append(slab)
                 slab.values = bytes(frame)
             for i, frame in enumerate(payload[len(values) :]):
@@ -307,20 +304,13 @@ class IncomingUpdate:
         parts = tuple([replace(self.parts[i], source=0) for i in chosen])
         update, mine = Update(self.epoch, parts[0].version, False, parts), iter(slabs)
         values = [slab.values for slab in slabs]
-        share = IncomingUpdate(update, layouts, values, lambda *_: None, lambda *_: next(mine).retain(), now)
+        share = IncomingUpdate(update, layouts, values, lambda *_: (next(mine).retain(), False), now)
         share.source = source
         return share
 
     @property
     def complete(self) -> bool:
         return self.received == self.total and not self.fetching
-
-    @property
-    def streaming(self) -> bool:
-        return self.received < self.total
-
-    def stalled(self, now: float, patience: float) -> bool:
-        return self.streaming and now >= self.last_progress + patience
 
     def expects(self, part: int, offset: int, size: int) -> bool:
         """Whether these bytes of a part are the next ones; False if they have come already, or bytes before them are
@@ -354,23 +344,6 @@ class IncomingUpdate:
         while self.after_gap and self.after_gap[0][0] <= self.received:
             self.received = max(self.received, self.after_gap.pop(0)[1])
         return True
-
-    def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
-        """Keep the bases that the trainer has named, as far as this worker has them."""
-        found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
-        if any(found):
-            self.bases = [None if slab is None else slab.retain() for slab in found]
-
-    def base(self, part: int, offset: int, size: int) -> Bytes | None:
-        """These bytes of a part's base; None: it is not here (any more)."""
-        slab = self.bases[part] if self.bases else None
-        return None if slab is None else slab.sent.numpy()[offset : offset + size]
-
-    @property
-    def base_versions(self) -> tuple[int, ...]:
-        """Per part, the version of its base, for FETCH; empty: there is none."""
-        pairs = zip(self.parts, self.bases, strict=False)
-        return tuple([0 if slab is None else part.base for part, slab in pairs])
 
     def forget_bases(self) -> None:
         bases, self.bases = self.bases, []

@@ -136,7 +136,7 @@ class Worker:
         """Take part in the updates of one model less. An update that the gate has begun with still reaches it."""
         self.end_fast_path()
         del self.models[model_id]
-        self.staged.leave_out(model_id)
+        self.staged.leave_out({model_id}, self.staged.copy())
         if self.held is not None and model_id in self.held.parts:
             self._abandon_held()  # the trainer stages it again for the other models
         self.session.forget(model_id)
@@ -170,8 +170,24 @@ class Worker:
             return
         if staging in self.staged:
             self.staged.remove(staging)
-        self.holdings.note_applied(staging)
-        self._report_applied(staging)
+        session, holdings = self.session, self.holdings
+        holdings.note_applied(staging)
+        failed = {} if self.failure is None else self.failure.versions
+        if all(holdings.version(session.local(m)) >= version for m, version in failed.items()):
+            self.failure = None
+        if staging.epoch != session.epoch:
+            return
+        outbox = session.outbox
+        at_once = bool(outbox) and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial
+        if at_once:
+            outbox.pop()  # APPLIED says that, too
+        serial, in_use = self._lease_report()
+        # The short form speaks for one part. Of several parts, this worker may have left some out.
+        is_whole = self.base is not None and self.base[0] == staging.serial
+        if at_once and is_whole and serial == staging.serial and not in_use:
+            session.send(messages.Applied.short_form(staging.epoch, staging.serial))
+        else:
+            session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 
     def failed(self, staging: Staging, error: BaseException) -> None:
         """Applying has raised this error; see :meth:`Holdings.note_failed`."""
@@ -179,11 +195,10 @@ class Worker:
             return
         if staging in self.staged:
             self.staged.remove(staging)
-        versions = staging.versions
         self.holdings.note_failed(staging)
         staging.release()
         if staging.epoch == self.session.epoch:
-            self._report_failed(staging.serial, versions, error)
+            self._report_failed(staging.serial, staging.versions, error)
 
     def has(self, model_id: str, version: int | None = None) -> bool:
         ready = self._newest_staged(model_id)
@@ -227,20 +242,19 @@ class Worker:
         take it again. Returns whether the update's trainer is still the current one."""
         assert taken is self.taken
         self.taken, staging = None, taken.staging
+        previous, taken.previous = taken.previous, {}
+        for *_, slab in previous.values():
+            slab.release()
         is_current = staging.epoch == self.session.epoch
-        if self.leaving or taken.is_applied:
-            taken.release()
-        elif error is None and not unused:
-            taken.release_previous()
-            self.holdings.note_applied(staging)
-            self._report_applied(staging)
-        elif is_current:
-            taken.release_previous()
+        is_applied = error is None and not unused
+        if self.leaving or taken.is_applied or not (is_applied or is_current):
+            staging.release()
+        elif is_applied:
+            self.applied(staging)
+        else:
             if error is not None and not unused:
                 self._report_failed(staging.serial, staging.versions, error)
             self.staged.enqueue(staging, again=True)
-        else:
-            taken.release()
         return is_current
 
     def answer(self, question: Verify, version: int, digests: Sequence[bytes], problem: str = "") -> None:
@@ -258,7 +272,15 @@ class Worker:
     def bye(self, message: str, *, reads: bool = False) -> None:
         """Leave. ``reads``: some leased slabs stay in use until this process ends."""
         self._drop_incoming()
-        self.session.send_bye(message, reads=reads)
+        session = self.session
+        if session.epoch is None or not session.online:
+            return
+        if session.ended is None:
+            reason = "reading" if reads else "closed"
+            session.send(messages.Bye(session.epoch, session.nonce, reason, message[: messages.MAX_NAME]))
+        elif not reads:
+            # This also releases slabs of UPDATEs that were on their way: the worker ignores those now.
+            session.send(messages.Released(session.epoch, session.nonce, messages.MAX_SERIAL, ()))
 
     def close(self) -> None:
         self.end_fast_path()
@@ -280,10 +302,25 @@ class Worker:
         """Repeat HELLO, FETCH and PULL if they got no answer."""
         if self.session.ended is not None or not self.session.online:
             return
-        if self.session.is_hello_due(now):
+        if not self.session.welcomed and now >= self.session.next_hello:
             self._hello(now)
-        self.holdings.check_forked()
-        self._restart_stalled(now)
+        # A forked child may have made its copies of leased slabs that only it was using by now: report on them again.
+        if any(not slab.references for slab in self.holdings.leased.values()):
+            self.holdings.is_report_due = True
+        patience = self.settings.retry_interval
+        for update in () if self.incoming is None else (self.incoming, *self.shares.values()):
+            longest = min(PUSH_PATIENCE, patience) if update.pushed else patience
+            if update.received == update.total or now < update.last_progress + longest:
+                continue
+            update.restarts += 1
+            update.pushed = False
+            update.fruitless_restarts += 1
+            update.last_progress = now
+            if update.fruitless_restarts > FRUITLESS_RESTARTS:
+                # The trainer no longer knows this update. PONG will show it that nothing is under way.
+                self._drop_incoming()
+                return
+            self._grant_credit(update)
 
     def _hello(self, now: float) -> None:
         # With this HELLO the trainer releases what is under way, so those bytes may change.
@@ -383,12 +420,12 @@ class Worker:
             return
         layouts = []
         for part in update.parts:
-            layout = self.session.layout(self.session.local(part.model_id), part.digest)
+            layout = self.session.layouts.get(self.session.local(part.model_id), {}).get(part.digest)
             if layout is None or layout.nbytes != part.nbytes:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
         try:
-            incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
+            incoming = IncomingUpdate(update, layouts, payload, self._acquire, now)
         except ProtocolError:
             raise
         except Exception as error:  # e.g. out of memory, or no access to the trainer's memory
@@ -415,9 +452,10 @@ class Worker:
         for index in sorted(incoming.fetching):
             slab = incoming.slabs[index]
             self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
-        if not self._stage_if_complete() and incoming.streaming:
+        if not self._stage_if_complete() and incoming.received < incoming.total:
             if any(part.base for part in incoming.parts):
-                incoming.keep_bases(self._base)
+                bases = [self._base(part, layout) for part, layout in zip(incoming.parts, layouts, strict=True)]
+                incoming.bases = bases if any(bases) else []
             self._grant_credit(incoming)
         if self.incoming is incoming:
             for share in self.shares.values():
@@ -514,19 +552,18 @@ class Worker:
         update = self.incoming
         if update is None or chunk.serial != update.serial:
             return
-        if chunk.size:
-            self._decode(update, chunk, payload[0] if payload else b"", now)
-        else:
-            self._write(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
-
-    def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
+        frame = payload[0] if payload else b""
+        if not chunk.size:
+            self._write(update, chunk.part, chunk.offset, frame, chunk.crc, len(frame), now)
+            return
         if not update.expects(chunk.part, chunk.offset, chunk.size):
             return
         base = None
         if chunk.base is not None:
-            base = update.base(chunk.part, chunk.offset, chunk.size)
-            if base is None:
+            slab = update.bases[chunk.part] if update.bases else None
+            if slab is None:
                 return  # the trainer sent it before it learnt that this base does not fit
+            base = slab.sent.numpy()[chunk.offset : chunk.offset + chunk.size]
             if zlib.adler32(base.data) != chunk.base:
                 self._fetch_without_bases(update, now)
                 return
@@ -585,21 +622,6 @@ class Worker:
         update.last_progress = now
         self._stage_if_complete()
 
-    def _restart_stalled(self, now: float) -> None:
-        patience = self.settings.retry_interval
-        for update in () if self.incoming is None else (self.incoming, *self.shares.values()):
-            if not update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
-                continue
-            update.restarts += 1
-            update.pushed = False
-            update.fruitless_restarts += 1
-            update.last_progress = now
-            if update.fruitless_restarts > FRUITLESS_RESTARTS:
-                # The trainer no longer knows this update. PONG will show it that nothing is under way.
-                self._drop_incoming()
-                return
-            self._grant_credit(update)
-
     def _grant_credit(self, update: IncomingUpdate) -> None:
         update.granted = min(update.received + self.settings.window_bytes, update.total)
         if update.source:
@@ -608,8 +630,9 @@ class Worker:
             self.pulls.append((update.source, asked))
             return
         upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
-        rest = update.received, upto, pushed, update.base_versions
-        self.session.send(Fetch(update.epoch, update.serial, update.restarts, *rest))
+        pairs = zip(update.parts, update.bases, strict=False)  # there may be no bases
+        bases = tuple([0 if slab is None else part.base for part, slab in pairs])
+        self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
 
     def _fail_incoming(self, error: Exception) -> None:
         update = self.incoming
@@ -621,22 +644,31 @@ class Worker:
         ready = self.staged if self.taken is None else [self.taken.staging, *self.staged]
         return {m: version for one in ready if one.epoch == self.session.epoch for m, version in one.versions.items()}
 
-    def _attach(self, part: Part, layout: Layout) -> Slab | None:
-        slab = self._memory.attach(self.session.local(part.model_id), part, layout, self.pool)
-        if slab is not None and slab.leased:
-            self.holdings.lease(part, slab)
-        return slab
-
-    def _acquire(self, part: Part, layout: Layout) -> Slab:
+    def _acquire(self, part: Part, layout: Layout) -> tuple[Slab, bool]:
+        """A slab for a part, and whether a transport must fetch its bytes."""
         model_id = self.session.local(part.model_id)
-        return self._memory.acquire(model_id, layout, self.pool, adopts=self.models[model_id].repoints)
+        if part.descriptor is not None:
+            slab = self._memory.attach(model_id, part, layout, self.pool)
+            if slab is not None:
+                if slab.leased:
+                    self.holdings.lease(part, slab)
+                return slab, False
+        slab = self._memory.acquire(model_id, layout, self.pool, adopts=self.models[model_id].repoints)
+        return slab, part.descriptor is not None
 
     def _base(self, part: Part, layout: Layout) -> Slab | None:
+        """The slab of the version that the trainer has named as the base of a part, with a reference; None: it is not
+        here, or of no use."""
         model_id = self.session.local(part.model_id)
-        slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
-        # The trainer may overwrite a slab that it has leased to this worker, but not a relay's own slots.
-        leased = any(slab is one for one in self.holdings.leased.values())
-        return None if slab is None or leased or slab.layout.digest != layout.digest else slab
+        found = [(one.epoch, one.parts[model_id]) for one in self.staged if model_id in one.parts]
+        here = [(epoch, staged.version, staged.slab) for epoch, staged in found]
+        here += [self.holdings.updates[model_id]] if model_id in self.holdings.updates else []
+        for epoch, version, slab in here:
+            # The trainer may overwrite a slab that it has leased to this worker, but not a relay's own slots.
+            leased = any(slab is one for one in self.holdings.leased.values())
+            if part.base and (epoch, version) == (self.session.epoch, part.base):
+                return None if leased or slab.layout.digest != layout.digest else slab.retain()
+        return None
 
     def _stage_if_complete(self) -> bool:
         """If all bytes are here, convert and check them, then queue them for the gate, or hold them for COMMIT."""
@@ -668,21 +700,17 @@ class Worker:
         if ready and update.phase == messages.STAGE:
             self._abandon_held()
             self.held = Staging(update.epoch, update.serial, ready)
-            self._report_staged(self.held)
         elif ready:
-            self.enqueue(Staging(update.epoch, update.serial, ready))
-        else:
-            self._report_staged(update)
+            self.staged.enqueue(Staging(update.epoch, update.serial, ready))
+        self.session.send(messages.Staged(update.epoch, update.serial, *self._lease_report()))
+        if not ready:
             self._report_versions()
         return True
 
     def enqueue(self, staging: Staging) -> None:
         """Queue this update for the gate, behind those that are staged already."""
         self.staged.enqueue(staging)
-        self._report_staged(staging)
-
-    def _report_staged(self, update: Staging | IncomingUpdate) -> None:
-        self.session.send(messages.Staged(update.epoch, update.serial, *self._lease_report()))
+        self.session.send(messages.Staged(staging.epoch, staging.serial, *self._lease_report()))
 
     def _report_parts_failed(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
         self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
@@ -712,25 +740,6 @@ class Worker:
         assert session.epoch is not None
         versions = session.to_trainer_names(self.holdings.versions)
         session.send(messages.Applied(session.epoch, versions, *self._lease_report()))
-
-    def _report_applied(self, staging: Staging) -> None:
-        session, holdings = self.session, self.holdings
-        failed = {} if self.failure is None else self.failure.versions
-        if all(holdings.version(session.local(m)) >= version for m, version in failed.items()):
-            self.failure = None
-        if staging.epoch != session.epoch:
-            return
-        outbox = session.outbox
-        at_once = bool(outbox) and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial
-        if at_once:
-            outbox.pop()  # APPLIED says that, too
-        serial, in_use = self._lease_report()
-        # The short form speaks for one part. Of several parts, this worker may have left some out.
-        is_whole = self.base is not None and self.base[0] == staging.serial
-        if at_once and is_whole and serial == staging.serial and not in_use:
-            session.send(messages.Applied.short_form(staging.epoch, staging.serial))
-        else:
-            session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 
     def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
         session = self.session
@@ -777,7 +786,8 @@ class Worker:
             return None
         model_id = session.local(base[1].model_id)
         update = holdings.updates.get(model_id)
-        if session.ended is not None or not holdings.is_clean or update is None:
+        is_clean = not (holdings.leased or holdings.is_report_due or holdings.failed_slabs or holdings.error)
+        if session.ended is not None or not is_clean or update is None:
             return None
         if update[:2] != (session.epoch, self.targets.get(model_id)):
             return None

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from asyncsync.bus.fast_path import TrainerFastPath, WorkerFastPath
-from asyncsync.protocol.holdings import Session, StagedUpdates
+from asyncsync.protocol.holdings import StagedUpdates
 from asyncsync.protocol.membership import FanOut, Membership
 from asyncsync.protocol.relays import Verification
 from asyncsync.protocol.targets import Leases, Peer, Targets
@@ -126,12 +126,7 @@ MUTATIONS = {
         (Trainer, "_on_hello", "self.membership.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))", "pass")
     ],
     "missing chunks are not asked for again": [
-        (
-            Worker,
-            "_restart_stalled",
-            "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)",
-            "False",
-        )
+        (Worker, "tick", "update.received == update.total or now < update.last_progress + longest", "True")
     ],
     "staging alone gives a slot back": [(Trainer, "receive", STAGED, STAGED.replace("\n", f"{GIVE}\n"))],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
@@ -158,9 +153,9 @@ MUTATIONS = {
         (Worker, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
-    "whoever was superseded gives nothing back": [(Session, "send_bye", "elif not reads:", "elif False:")],
+    "whoever was superseded gives nothing back": [(Worker, "bye", "elif not reads:", "elif False:")],
     "a slot that is announced is not leased": [(Trainer, "_start_transfer", "if last.leased:", "if False:")],
-    "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
+    "a report says nothing of what has just come": [(Worker, "_acquire", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Trainer, "process_ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
@@ -219,7 +214,7 @@ MUTATIONS = {
     ],
     "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(taken)", "pass")],
     "an older update reaches the models of what is taken": [
-        (StagedUpdates, "take", "self._leave_out(older, taken.parts.keys())", "pass")
+        (StagedUpdates, "take", "self.leave_out(taken.parts.keys(), self[: self.index(taken)])", "pass")
     ],
     "the version before what is taken is not kept": [(Worker, "take", "slab.retain()) for", "slab) for")],
     "PONG does not show what is taken": [(Worker, "_staged_versions", "self.taken is None", "True")],
@@ -229,7 +224,7 @@ MUTATIONS = {
     "a share of another version is taken": [
         (Worker, "receive_share", "elif instruction.serial == share.serial:", "else:")
     ],
-    "a share that was lost is not requested again": [(Worker, "_restart_stalled", "*self.shares.values()", "")],
+    "a share that was lost is not requested again": [(Worker, "tick", "*self.shares.values()", "")],
     "a share is requested from the wrong process": [(ShareSlab, "__init__", "= source", "= 3 - source")],
     "the pages of two incarnations make one answer": [
         (Verification, "due", "pages.nonce != peer.nonce", "False"),
@@ -238,7 +233,7 @@ MUTATIONS = {
     "the answer to another question is shown": [
         (Worker, "_on_verify", "self._answer[0].number == question.number", "True"),
     ],
-    "HELLO is said once": [(Worker, "tick", "self.session.is_hello_due(now)", "False")],
+    "HELLO is said once": [(Worker, "tick", "not self.session.welcomed and", "False and")],
 }
 
 # Runs that have noticed what few others do: to look at them first saves a minute. Another one may be the first by now.
