@@ -386,11 +386,6 @@ class Targets:
                 return False
         return True
 
-    def upcoming(self, worker: int, model_id: str) -> list[Target]:
-        """A worker's pending and staged targets, oldest first."""
-        found = (self._target_from(publication, worker, model_id) for publication in self._upcoming_publications())
-        return [target for target in found if target is not None]
-
     def _target_from(self, publication: Publication, worker: int, model_id: str) -> Target | None:
         """What an upcoming publication brings a worker; None: nothing, or nothing newer than its target."""
         targets, current = publication.targets.get(model_id, {}), self.target(worker, model_id)
@@ -415,16 +410,17 @@ class Targets:
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """The worker's target once all that is pending is accepted, without what waits for a commit."""
-        for target in reversed(self.upcoming(worker, model_id) if self.pending else ()):
-            if not target.publication.stages:
-                return target
-        return self.target(worker, model_id)
+        if not self.pending:
+            return self.target(worker, model_id)
+        targets = reversed(self.all_targets(worker, model_id))
+        return next((target for target in targets if not target.publication.stages), None)
 
     # -- what a worker is sent --------------------------------------------------------------------------------------
 
     def all_targets(self, worker: int, model_id: str) -> list[Target]:
-        current = self.target(worker, model_id)
-        return [*([] if current is None else [current]), *self.upcoming(worker, model_id)]
+        """A worker's target, then its pending and staged ones, oldest first."""
+        upcoming = [self._target_from(publication, worker, model_id) for publication in self._upcoming_publications()]
+        return [target for target in (self.target(worker, model_id), *upcoming) if target is not None]
 
     def layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
         """What a pending publication brings a worker: model, digest, and whether its target has the same layout."""
@@ -432,13 +428,6 @@ class Targets:
             if (target := self._target_from(publication, worker, model_id)) is not None:
                 digest, current = target.slab.layout.digest, self.target(worker, model_id)
                 yield model_id, digest, current is not None and current.slab.layout.digest == digest
-
-    def objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
-        """Why this worker cannot take a publication. If it refuses its current target's layout, that stops nothing."""
-        for model_id, digest, in_use in self.layouts_of(peer.worker, publication):
-            if not in_use and (model_id, digest) in peer.refused:
-                return peer.refused[model_id, digest]
-        return None
 
     def due(self, peer: Peer) -> tuple[Publication | None, Parts]:
         """What the next UPDATE brings a worker: the oldest publication that it lacks, and its parts of that.

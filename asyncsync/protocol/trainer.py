@@ -128,10 +128,17 @@ class Trainer:
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
-        if not self._is_accepted_already(publication):
+        assembling, layouts = self._is_assembling(publication), publication.layouts
+        only_one = len(self.targets.pending) == 1 and not assembling
+        # In a training loop, nothing else is pending, and no worker needs a WELCOME.
+        if not (only_one and all(peer.lost or peer.agrees(layouts) for peer in self.peers.values())):
             # Show these layouts again to workers that refused them, because their models may fit by now.
-            again = [peer for peer in self.peers.values() if peer.ask_again(publication.layouts, waiting)]
-            publication.awaiting = self._workers_to_await(publication)
+            again = [peer for peer in self.peers.values() if peer.ask_again(layouts, waiting)]
+            there = [worker for worker, peer in self.peers.items() if peer.is_worker]
+            candidates = set(self.membership.expected() if assembling else there)
+            if publication.workers is not None:
+                candidates &= publication.workers
+            publication.awaiting = {worker for worker in candidates if self._is_awaited(worker, publication)}
             for peer in self.peers.values():
                 self._show_layouts(peer, again=peer in again)
         self._accept_if_agreed(publication)
@@ -349,16 +356,18 @@ class Trainer:
         self._recheck_pending([peer.worker])
         self._send_due(peer)
 
-    def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
-        if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
+    def _on_refused(self, peer: Peer, refusal: messages.Refused) -> None:
+        if refusal.number < peer.shown.get((refusal.model_id, refusal.digest), 0):
             return  # it answers an older WELCOME; the layout was shown again since, for another publication
         peer.ready = True
-        error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
-        peer.note_refused(refused.model_id, refused.digest, error)
+        error = SchemaMismatch(f"worker {peer.worker}, model {refusal.model_id!r}: {refusal.message}")
+        peer.note_refused(refusal.model_id, refusal.digest, error)
         for publication in list(self.targets.pending.values()):
-            reason = self.targets.objection(peer, publication) if peer.worker in publication.awaiting else None
-            if reason is not None:
-                self.targets.reject(publication, peer.worker, reason)
+            # If it refuses its current target's layout, that stops nothing.
+            offered = self.targets.layouts_of(peer.worker, publication)
+            refused = [(m, digest) for m, digest, in_use in offered if not in_use and (m, digest) in peer.refused]
+            if refused and peer.worker in publication.awaiting:
+                self.targets.reject(publication, peer.worker, peer.refused[refused[0]])
         for other in self.peers.values():
             self._show_layouts(other)
         self._recheck_pending([peer.worker])
@@ -407,19 +416,16 @@ class Trainer:
                 self._welcome(peer)
             peer.end_transfer()
         if transfer is None or transfer.after_ping < pong.seq:
-            self._check_held(peer, pong.held)
+            # It holds these versions until COMMIT: drop those that will not be committed.
+            peer.held = {m: version for m, version in pong.held.items() if version > peer.applied.get(m, 0)}
+            staged = 0 if self.targets.staged is None else self.targets.staged.version
+            for version in set(pong.held.values()) - {staged}:
+                targets = (self.targets.target(peer.worker, m) for m, v in pong.held.items() if v == version)
+                if not any(target is not None and target.version == version for target in targets):
+                    self._send_drop(peer, version)
         if peer.welcome_after_ping < pong.seq and peer.owes_answer:
             self._welcome(peer)
         self._send_due(peer)
-
-    def _check_held(self, peer: Peer, held: Mapping[str, int]) -> None:
-        """A worker holds these versions until COMMIT: drop those that will not be committed."""
-        peer.held = {m: version for m, version in held.items() if version > peer.applied.get(m, 0)}
-        staged = 0 if self.targets.staged is None else self.targets.staged.version
-        for version in set(held.values()) - {staged}:
-            targets = (self.targets.target(peer.worker, m) for m, v in held.items() if v == version)
-            if not any(target is not None and target.version == version for target in targets):
-                self._send_drop(peer, version)
 
     # -- liveness ------------------------------------------------------------------------------------------------------
 
@@ -604,20 +610,6 @@ class Trainer:
         models = self.targets.models
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
-    def _is_accepted_already(self, publication: Publication) -> bool:
-        """True if nothing else is pending, and no worker needs a WELCOME. This is the usual case in a training loop."""
-        if len(self.targets.pending) != 1 or self._is_assembling(publication):
-            return False
-        return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
-
-    def _workers_to_await(self, publication: Publication) -> set[int]:
-        assembling = self._is_assembling(publication)
-        there = (worker for worker, peer in self.peers.items() if peer.is_worker)
-        candidates = set(self.membership.expected() if assembling else there)
-        if publication.workers is not None:
-            candidates &= publication.workers
-        return {worker for worker in candidates if self._is_awaited(worker, publication)}
-
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
         assembling = self._is_assembling(publication)
         peer = self.peers.get(worker)
@@ -642,29 +634,27 @@ class Trainer:
         """Start the next UPDATE for each of these workers (none given: all) that has none outstanding and lacks
         something."""
         for peer in peers or self.peers.values():
-            if peer.transfer is None and not peer.lost and self.fenced is None:
-                self._announce(peer)
-
-    def _announce(self, peer: Peer) -> None:
-        publication, parts = self.targets.due(peer)
-        is_held = all(peer.held.get(m) == version for m, (version, _) in parts.items())
-        phase = COMMIT if is_held else APPLY
-        if not parts and (publication := self.targets.staged) is not None:
-            parts, phase = self.targets.due_to_stage(peer), STAGE
-        if publication is None or not parts:
-            return
-        # A relay gets the bytes even on this host, because it passes them on.
-        opens = peer.local is True and peer.opens and peer.hello.role != "relay"
-        streams = not opens and any(slab.streamable for _, slab in parts.values())
-        last = self.announcement
-        form = streams, peer.codec, phase
-        if last is None or not last.matches(peer.serial, parts, form):
-            self.serial += 1
-            metadata, castable = publication.metadata, publication.workers is None
-            last = self.announcement = Announcement(
-                self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
-            )
-        self._start_transfer(peer, last, parts)
+            if peer.transfer is not None or peer.lost or self.fenced is not None:
+                continue
+            publication, parts = self.targets.due(peer)
+            is_held = all(peer.held.get(m) == version for m, (version, _) in parts.items())
+            phase = COMMIT if is_held else APPLY
+            if not parts and (publication := self.targets.staged) is not None:
+                parts, phase = self.targets.due_to_stage(peer), STAGE
+            if publication is None or not parts:
+                continue
+            # A relay gets the bytes even on this host, because it passes them on.
+            opens = peer.local is True and peer.opens and peer.hello.role != "relay"
+            streams = not opens and any(slab.streamable for _, slab in parts.values())
+            last = self.announcement
+            form = streams, peer.codec, phase
+            if last is None or not last.matches(peer.serial, parts, form):
+                self.serial += 1
+                metadata, castable = publication.metadata, publication.workers is None
+                last = self.announcement = Announcement(
+                    self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
+                )
+            self._start_transfer(peer, last, parts)
 
     def _skip_serials_up_to(self, peer: Peer, serial: int) -> None:
         """A worker that has had this serial in this epoch ignores announcements that are not newer. If another sender

@@ -72,8 +72,13 @@ class Announcement:
         streamed_models = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
         self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in streamed_models]
         self.streamed_models = streamed_models
-        if phase == COMMIT:
-            self._prepare_commit(epoch, parts)
+        self.payload: list[Buffer] = []
+        if phase == COMMIT:  # it brings no bytes, because its workers have staged these parts
+            self.sizes = self.ends = [0] * len(parts)
+            self.eager, self.castable, self.repeatable = True, True, False
+            staged = [Part(m, version, slab.layout.digest, slab.nbytes) for m, (version, slab) in parts.items()]
+            self.instruction = Update(epoch, serial, True, tuple(staged), phase=COMMIT)
+            self.nbytes = 0
             return
         self.sizes = [slab.nbytes if m in streamed_models else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
@@ -99,19 +104,11 @@ class Announcement:
         self.eager = eager
         self.castable = castable and all(part.descriptor is None for part in announced)
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed, phase)
-        self.payload: list[Buffer] = [*values, *payload]
+        self.payload = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
-
-    def _prepare_commit(self, epoch: Epoch, parts: Parts) -> None:
-        """It brings no bytes, because its workers have staged these parts."""
-        self.sizes = self.ends = [0] * len(parts)
-        self.eager, self.castable, self.repeatable = True, True, False
-        announced = [Part(m, version, slab.layout.digest, slab.nbytes) for m, (version, slab) in parts.items()]
-        self.instruction = Update(epoch, self.serial, True, tuple(announced), phase=COMMIT)
-        self.payload, self.nbytes = [], 0
 
     def matches(self, after: int, parts: Parts, form: Form) -> bool:
         """Whether this brings the same versions and slabs in the same form, and is newer than ``after``, the last
@@ -134,6 +131,7 @@ class Transfer:
         self.serial = announcement.serial
         self.phase = announcement.form[2]
         self.parts = parts
+        self.versions = {model_id: version for model_id, (version, _) in parts.items()}
         self.layouts = announcement.layouts
         self._slabs = [slab.retain() for _, slab in parts.values()]
         self.after_ping = after_ping
@@ -144,10 +142,6 @@ class Transfer:
         self._ends = announcement.ends
         self.total = self._ends[-1]
         self.sent = self.total if announcement.eager else 0
-
-    @property
-    def versions(self) -> dict[str, int]:
-        return {model_id: version for model_id, (version, _) in self.parts.items()}
 
     def rewind(self, fetch: messages.Fetch | Pull) -> bool:
         """If the worker has restarted its fetch, go back to where it starts. Returns whether it has."""

@@ -34,7 +34,7 @@ NO_PONG = (Trainer, "receive", "messages.Failed | messages.Pong)", "messages.Fai
 STAGED = "peer.end_transfer()\n                self._send_due"
 NOTHING_IS_DUE = "if publication is None or not parts:"
 ONE_BY_ONE = f"""parts = dict(list(parts.items())[:1])
-    {NOTHING_IS_DUE}"""
+        {NOTHING_IS_DUE}"""
 
 weighted = [name for name, weight in OPERATIONS.items() for _ in range(max(1, weight))]
 numbers = st.integers(0, 63)
@@ -97,7 +97,7 @@ MUTATIONS = {
         (Peer, "agrees", "layout not in self.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Trainer, "_announce", NOTHING_IS_DUE, ONE_BY_ONE)],
+    "parts go one by one": [(Trainer, "_send_due", NOTHING_IS_DUE, ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Targets, "due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
         (StagedUpdates, "enqueue", "self.append(staging)", "self.insert(0, staging)")
@@ -110,9 +110,7 @@ MUTATIONS = {
             "older.models & publication.models",
         )
     ],
-    "nobody is asked before a new layout": [
-        (Trainer, "_workers_to_await", "assembling = self", "return set()\n    assembling = self")
-    ],
+    "nobody is asked before a new layout": [(Trainer, "publish", "for worker in candidates if", "for worker in () if")],
     "a refusal concerns the refuser only": [(Trainer, "_on_refused", "peer.worker in publication.awaiting", "False")],
     "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
@@ -194,7 +192,7 @@ MUTATIONS = {
     "what is staged is the target": [(Targets, "accept", "if publication.stages:", "if False:")],
     "what is staged is applied at once": [(Worker, "_stage_if_complete", "update.phase == messages.STAGE", "False")],
     "COMMIT is sent to those who hold something else": [
-        (Trainer, "_announce", "peer.held.get(m) == version", "True"),
+        (Trainer, "_send_due", "peer.held.get(m) == version", "True"),
     ],
     "what was dropped is still to come": [(Targets, "drop_staged", "self._withdraw(version)", "pass")],
     "DROP does nothing": [
@@ -202,15 +200,15 @@ MUTATIONS = {
         (Worker, "_on_update", "if self.held is not None and", "if False and"),
     ],
     "PONG does not show what is held": [
-        (Trainer, "_check_held", "version in held.items() if version", "version in {}.items() if version")
+        (Trainer, "_on_pong", "version in pong.held.items() if version", "version in {}.items() if version")
     ],
     "PONG does not show that DROP was lost": [
-        (Trainer, "_check_held", "for version in set(held.values()) - {staged}:", "for version in ():"),
+        (Trainer, "_on_pong", "for version in set(pong.held.values()) - {staged}:", "for version in ():"),
         (Worker, "_on_update", "if self.held is not None and", "if False and"),
     ],
     "what is staged takes the place of what is pending": [(Targets, "publish", " and not stages", "")],
     "a late worker gets what is staged as if it were the target": [
-        (Trainer, "_announce", "due_to_stage(peer), STAGE", "due_to_stage(peer), APPLY")
+        (Trainer, "_send_due", "due_to_stage(peer), STAGE", "due_to_stage(peer), APPLY")
     ],
     "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(taken)", "pass")],
     "an older update reaches the models of what is taken": [
