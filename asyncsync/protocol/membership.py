@@ -343,15 +343,17 @@ class Progress:
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was until the version was rejected."""
-        members, expected = self._membership, self._membership.expected()
+        members = self._membership
         if members.num_workers is not None and models and self._targets.are_common(version, models):
-            return [worker for worker in expected if self._models_of(members.find(worker), models)]
+            return members.eligible(models)
         known = {peer.worker for peer in members.workers()}
-        return [w for w in sorted(known.union(expected)) if self._is_targeted(w, version, models)]
+        return [w for w in sorted(known.union(members.expected())) if self._is_targeted(w, version, models)]
 
     def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
         peer = self._membership.find(worker)
-        if not (mine := self._models_of(peer, models)):
+        chosen = self._targets.models if models is None else models
+        mine = [m for m in chosen if peer is None or m in peer.hello.have]
+        if not mine:
             return False
         newest = [t.version for m in mine if (t := self._targets.newest(worker, m)) is not None]
         if any(v >= version for v in newest):
@@ -409,12 +411,11 @@ class Progress:
             oldest = min([peer.applied.get(m, 0) for m in models])
             if oldest >= version:
                 return oldest
-        mine = self._models_of(peer, models)
-        waits_for_commit = staged and self._targets.is_staged(version)
-        if waits_for_commit:  # all models of the staged version are ready together
-            found = {m: self._targets.staged_for(worker, m) for m in self._models_of(peer, None)}
-        else:
-            found = {m: self._targets.newest(worker, m) for m in mine}
+        waits_for_commit = staged and self._targets.is_staged(version)  # all its models are ready together
+        chosen = self._targets.models if models is None or waits_for_commit else models
+        mine = [m for m in chosen if peer is None or m in peer.hello.have]
+        target_of = self._targets.staged_for if waits_for_commit else self._targets.newest
+        found = {m: target_of(worker, m) for m in mine}
         targets = {m: t for m, t in found.items() if t is not None and t.version >= version}
         if not targets and not waits_for_commit:
             if (rejection := self._targets.rejection(worker, version, mine)) is not None:
@@ -493,28 +494,17 @@ class Progress:
         late = f"worker {worker} had not {step} version {version} after {seconds:g} s ({state})"
         return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
 
-    def _models_of(self, peer: Peer | None, models: Iterable[str] | None) -> list[str]:
-        """Which of these models (None: of all) a worker has; all of them while it is not known."""
-        chosen = self._targets.models if models is None else models
-        return [m for m in chosen if peer is None or m in peer.hello.have]
 
-
+@dataclass(eq=False)
 class FanOut:
-    """What one trainer sends to all subscribers.
+    """What one trainer sends to all subscribers."""
 
-    ``subscribed`` has their nonces; without a ``fanout_port`` of the membership, it is empty. ``reached`` has the
-    routes of the workers that the last CAST was for.
-    """
-
-    def __init__(self, membership: Membership) -> None:
-        self.subscribed: set[bytes] = set()
-        self.reached: set[bytes] = set()
-        self._membership = membership
-        self._settings = settings = membership.settings
-        self._push_settings = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
-        self._recipients: dict[int, set[bytes]] = {}  # nonces, by the serial of the announcement
-        self._pushed: Transfer | None = None
-        self._push_targets: list[Peer] = []  # the workers that need what is pushed
+    _membership: Membership
+    subscribed: set[bytes] = field(default_factory=set)  # their nonces; empty without a fanout_port of the membership
+    reached: set[bytes] = field(default_factory=set)  # the routes of the workers that the last CAST was for
+    _recipients: dict[int, set[bytes]] = field(default_factory=dict)  # nonces, by the serial of the announcement
+    _pushed: Transfer | None = None
+    _push_targets: list[Peer] = field(default_factory=list)  # the workers that need what is pushed
 
     def use_port(self, port: int) -> None:
         """Workers can subscribe at this port from now on (0: nowhere). Earlier subscriptions have ended."""
@@ -544,7 +534,8 @@ class FanOut:
             if peer is not None and peer.serial == serial and peer.transfer and peer.nonce in self.subscribed:
                 groups.setdefault(peer.previous_serial, []).append(peer)
         since, members = max(groups.items(), key=lambda group: len(group[1]), default=(0, []))
-        if len(members) < self._settings.fanout_least or not announcement.castable or since not in self._recipients:
+        settings = self._membership.settings
+        if len(members) < settings.fanout_least or not announcement.castable or since not in self._recipients:
             return None
         others = self._recipients[since] - self._recipients[serial]
         if len(others) > 4 * len(members):
@@ -554,7 +545,7 @@ class FanOut:
             outbox.popleft()
         outbox.extendleft((one, instruction, payload) for one in reversed(routes) if one not in reached)
         # Compressed or delta bytes are not pushed, because they are encoded for each worker's base and codec.
-        pushes = not (announcement.eager or self._settings.compress or self._settings.delta)
+        pushes = not (announcement.eager or settings.compress or settings.delta)
         if pushes:
             self.end()
             assert members[0].transfer is not None
@@ -577,7 +568,9 @@ class FanOut:
                 credits.append(pushed.total)
         if credits:
             pushed.granted = sorted(credits)[-len(credits) // 4]
-        for chunk, piece in pushed.chunks(self._membership.epoch, self._push_settings):
+        settings = self._membership.settings
+        settings = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
+        for chunk, piece in pushed.chunks(self._membership.epoch, settings):
             for peer in self._push_targets:
                 if peer.transfer is not None and peer.transfer.serial == pushed.serial:
                     peer.bytes_sent += len(piece)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncsync.errors import ProtocolError
@@ -43,17 +43,18 @@ class _Relay:
     recount_requested: bool = False
 
 
+@dataclass(eq=False)
 class RelayedWorkers:
-    """The workers behind all relays. ``workers`` has them by index, including lost ones; each has a ``relay``.
-    ``changed`` has the workers whose state has changed; the reader clears it."""
+    """The workers behind all relays."""
 
-    def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.workers = membership.relayed_workers
-        self.changed: set[int] = set()
-        self._membership = membership
-        self._targets = targets
-        self._relays: dict[bytes, _Relay] = {}
-        self._arrivals = 0  # numbers the records, as their serial: of two for one worker, the later counts
+    _membership: Membership
+    _targets: Targets
+    changed: set[int] = field(default_factory=set)  # the workers whose state has changed; the reader clears it
+    _relays: dict[bytes, _Relay] = field(default_factory=dict)
+    _arrivals: int = 0  # numbers the records, as their serial: of two for one worker, the later counts
+
+    def __post_init__(self) -> None:
+        self.workers = self._membership.relayed_workers  # by index, including lost ones; each has a relay
 
     def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
         if relay.hello.role != "relay":
@@ -153,22 +154,18 @@ class RelayedWorkers:
             for peer in known.workers.values():
                 peer.applied, peer.failed = {}, {}
 
-    def _forget_moved(self, peer: Peer, now: float) -> None:
-        """Forget a worker that was connected to this sender, and is behind a relay by now."""
-        other = self.workers.get(peer.worker)
-        if other is None or other.lost or (peer.lost is None and peer.unreachable_since is None):
-            return
-        if peer.lost or other.nonce == peer.nonce:
-            newcomer = self._membership.forget(peer)
-            self._choose_record(peer.worker)
-            if newcomer is not None:
-                self._membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
-
     def tick(self, now: float) -> None:
-        """Forget relays that the membership has forgotten, and elastic workers that were lost long ago."""
-        if self.workers:
-            for peer in list(self._membership.peers.values()):
-                self._forget_moved(peer, now)
+        """Forget workers that were connected to this sender, and are behind a relay by now; relays that the membership
+        has forgotten; and elastic workers that were lost long ago."""
+        for peer in list(self._membership.peers.values()) if self.workers else ():
+            other = self.workers.get(peer.worker)
+            if other is None or other.lost or (peer.lost is None and peer.unreachable_since is None):
+                continue
+            if peer.lost or other.nonce == peer.nonce:
+                newcomer = self._membership.forget(peer)
+                self._choose_record(peer.worker)
+                if newcomer is not None:
+                    self._membership.receive_hello(newcomer.peer.route, newcomer.peer.hello, now)
         there = {peer.nonce for peer in self._membership.peers.values() if not peer.is_worker}
         for nonce in self._relays.keys() - there:
             for worker in self._relays.pop(nonce).workers:
@@ -186,15 +183,15 @@ class RelayedWorkers:
             self._membership.gone[worker] = peer.lost
 
 
+@dataclass(eq=False)
 class TargetRequests:
-    """The target requests (PING) of one sender's workers. ``unsent``: per worker, the number of the newest PING that
-    has still to be passed up."""
+    """The target requests (PING) of one sender's workers."""
 
-    def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.unsent: dict[int, int] = {}
-        self._membership = membership
-        self._targets = targets
-        self._sent: dict[int, deque[tuple[int, int]]] = {}  # per worker: number of the PING sent up, and of its own
+    _membership: Membership
+    _targets: Targets
+    unsent: dict[int, int] = field(default_factory=dict)  # per worker, the number of the newest PING to be passed up
+    # Per worker: the number of the PING sent up, and of its own.
+    _sent: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
 
     def receive(self, peer: Peer, ping: messages.Ping) -> None:
         if not ping.root or not self._membership.follows:
@@ -247,17 +244,17 @@ class _Pages:
     found: bytearray = field(default_factory=bytearray)
 
 
+@dataclass(eq=False)
 class Verification:
     """One question to some workers. ``found`` and ``problems`` have the answers. ``waiting`` has the workers that have
     still to be asked, or to answer."""
 
-    def __init__(self, membership: Membership, number: int, model_id: str, workers: Iterable[int]) -> None:
-        self.found: dict[int, Verified] = {}
-        self.problems: dict[int, str] = {}
-        self.waiting: dict[int, _Pages | None] = dict.fromkeys(workers)
-        self.number = number
-        self.model_id = model_id
-        self._membership = membership
+    _membership: Membership
+    number: int
+    model_id: str
+    waiting: dict[int, _Pages | None]
+    found: dict[int, Verified] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
 
     def due(self, now: float) -> list[Verify]:
         """The questions to send now. A lost worker counts as answered, with a problem; a new incarnation is asked

@@ -216,25 +216,19 @@ class Model:
     assembled: bool = False
 
 
+@dataclass(eq=False)
 class Targets:
-    """The targets of all workers, for all models of a bus.
+    """The targets of all workers, for all models of a bus."""
 
-    Attributes:
-        keeps_bases: whether the slab of a common target keeps the one before it, to send only what has changed.
-        staged: the publication that waits for :meth:`commit_staged`; there is one at most.
-        dropped: the last staged versions that were dropped instead.
-        version: the last one that a publication was given; it may be pending, or rejected.
-        published: the newest one that has become a target.
-    """
-
-    def __init__(self, *, keeps_bases: bool = False) -> None:
-        self.keeps_bases = keeps_bases
-        self.models: dict[str, Model] = {}
-        self.pending: dict[int, Publication] = {}
-        self.staged: Publication | None = None
-        self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
-        self.version = self.published = self._carried_on_from = 0
-        self._rejections: list[tuple[Publication, int, SchemaMismatch]] = []
+    keeps_bases: bool = False  # whether the slab of a common target keeps the one before it, to send only what differs
+    models: dict[str, Model] = field(default_factory=dict)
+    pending: dict[int, Publication] = field(default_factory=dict)
+    staged: Publication | None = None  # the one that waits for commit_staged()
+    dropped: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_REJECTIONS))  # the last staged ones that were
+    version: int = 0  # the last one that a publication was given; it may be pending, or rejected
+    published: int = 0  # the newest one that has become a target
+    _carried_on_from: int = 0
+    _rejections: list[tuple[Publication, int, SchemaMismatch]] = field(default_factory=list)
 
     @property
     def metadata(self) -> bytes:
@@ -392,10 +386,6 @@ class Targets:
         target = targets.get(worker) or targets.get(None)
         return target if target is None or current is None or target.version > current.version else None
 
-    def _upcoming_publications(self) -> list[Publication]:
-        staged = {} if self.staged is None else {self.staged.version: self.staged}
-        return [publication for _, publication in sorted((self.pending | staged).items())]
-
     def staged_for(self, worker: int, model_id: str) -> Target | None:
         """What is staged for this worker, once the publication is accepted; None: nothing."""
         if self.staged is None or self.staged.version in self.pending:
@@ -419,8 +409,12 @@ class Targets:
 
     def all_targets(self, worker: int, model_id: str) -> list[Target]:
         """A worker's target, then its pending and staged ones, oldest first."""
-        upcoming = [self._target_from(publication, worker, model_id) for publication in self._upcoming_publications()]
-        return [target for target in (self.target(worker, model_id), *upcoming) if target is not None]
+        found: list[Target] = []
+        for targets in self._target_maps([model_id]):
+            target = targets.get(worker) or targets.get(None)
+            if target is not None and (not found or target.version > found[0].version):
+                found.append(target)
+        return found
 
     def layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
         """What a pending publication brings a worker: model, digest, and whether its target has the same layout."""
@@ -498,10 +492,8 @@ class Targets:
     def restart(self) -> None:
         """Forget all models and versions: another trainer will publish everything anew."""
         self.close()
-        self.models = {}
-        self.version = self.published = self._carried_on_from = 0
-        self.staged = None
-        self._rejections = []
+        self.carry_on(0)
+        self.models, self.staged, self._rejections = {}, None, []
 
     def forget_worker(self, worker: int) -> None:
         for targets in self._target_maps(self.models):
@@ -514,10 +506,13 @@ class Targets:
         return slabs + [slab.base[1] for slab in slabs if slab.base is not None]
 
     def _target_maps(self, models: Collection[str]) -> Iterator[ByWorker]:
-        """The current and the upcoming targets of these models."""
+        """The current targets of these models, then the pending and staged ones, oldest first."""
+        staged = {} if self.staged is None else {self.staged.version: self.staged}
+        upcoming = [publication for _, publication in sorted((self.pending | staged).items())]
         for model_id in models:
-            yield self.models[model_id].current
-            yield from (p.targets[model_id] for p in self._upcoming_publications() if model_id in p.targets)
+            if model_id in self.models:
+                yield self.models[model_id].current
+            yield from (publication.targets[model_id] for publication in upcoming if model_id in publication.targets)
 
     def _release(self, models: Collection[str], versions: range, workers: Container[int | None] = (None,)) -> None:
         """Drop the targets of these versions for these workers; if None is among them, for all."""
@@ -547,12 +542,11 @@ class WorkerLeases:
     slabs: dict[Key, tuple[int, Slab]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Leases:
-    """What all worker incarnations may be reading, including those that have left. ``of``: the leases by the
-    incarnation's nonce, with one reference to each slab."""
+    """What all worker incarnations may be reading, including those that have left."""
 
-    def __init__(self) -> None:
-        self.of: dict[bytes, WorkerLeases] = {}
+    of: dict[bytes, WorkerLeases] = field(default_factory=dict)  # by nonce, with one reference to each slab
 
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """Lease these parts of the UPDATE of this serial to the worker."""

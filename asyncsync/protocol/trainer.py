@@ -40,20 +40,8 @@ KEPT_ANSWERS = 1024  # in a relay, until it can pass them on; the root requests 
 
 
 class Trainer:
-    """The trainer's half of a bus.
-
-    Attributes:
-        epoch: the fencing token: start time in ns, and a random number.
-        num_workers: None: workers may come and go (elastic).
-        announcement: the newest one; None: there is none, or it must not be used any more.
-        serial: of the last UPDATE or AGAIN.
-        to_encode: pieces to encode, in any thread, before :meth:`stream` sends them.
-        touched: the workers whose state may have changed, for a relay's reports; the relay clears it.
-        sources: the addresses of the other processes that have shares of what is published.
-        verification: the one that :meth:`verify` began last.
-        answers: in a relay, the DIGESTS to pass on to the sender above it.
-        fenced: why this trainer sends nothing any more: it has met a newer one.
-    """
+    """The trainer's half of a bus. ``epoch`` is the fencing token: start time in ns, and a random number. With
+    ``num_workers`` None, workers may come and go (elastic)."""
 
     def __init__(
         self, epoch: Epoch, identity: Identity, num_workers: int | None, settings: Settings | None = None
@@ -70,15 +58,17 @@ class Trainer:
         self.fanout = FanOut(membership)
         self.relayed = RelayedWorkers(membership, self.targets)
         self.peers, self.outbox = membership.peers, membership.outbox
-        self.announcement: Announcement | None = None
-        self.serial = 0
+        self.announcement: Announcement | None = None  # the newest; None: there is none that may be used any more
+        self.serial = 0  # of the last UPDATE or AGAIN
+        # Pieces to encode, in any thread, before stream() sends them.
         self.to_encode: deque[tuple[Encoding, int]] = deque()
-        self.sources: tuple[str, ...] = ()
-        self.verification: Verification | None = None
+        self.sources: tuple[str, ...] = ()  # the addresses of other processes that have shares of what is published
+        self.verification: Verification | None = None  # the last one
+        # In a relay, the DIGESTS to pass on to the sender above it.
         self.answers: deque[messages.Digests] = deque(maxlen=KEPT_ANSWERS)
         self._verifications = 0
-        self.touched: set[int] = set()
-        self.fenced: Fenced | None = None
+        self.touched: set[int] = set()  # workers that may have changed, for a relay's reports; the relay clears it
+        self.fenced: Fenced | None = None  # why this trainer sends nothing any more: it has met a newer one
         self.closed = False
 
     # -- what the trainer does -----------------------------------------------------------------------------------------
@@ -519,7 +509,7 @@ class Trainer:
     def verify(self, model_id: str, workers: Iterable[int], now: float) -> Verification:
         """Ask these workers what they hold of a model. This replaces the verification before."""
         self._verifications += 1
-        self.verification = Verification(self.membership, self._verifications, model_id, workers)
+        self.verification = Verification(self.membership, self._verifications, model_id, dict.fromkeys(workers))
         self._request_digests(now)
         return self.verification
 
@@ -646,9 +636,9 @@ class Trainer:
             # A relay gets the bytes even on this host, because it passes them on.
             opens = peer.local is True and peer.opens and peer.hello.role != "relay"
             streams = not opens and any(slab.streamable for _, slab in parts.values())
-            last = self.announcement
-            form = streams, peer.codec, phase
-            if last is None or not last.matches(peer.serial, parts, form):
+            key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
+            last, form = self.announcement, (streams, peer.codec, phase)
+            if last is None or last.serial <= peer.serial or (last.key, last.form) != (key, form):
                 self.serial += 1
                 metadata, castable = publication.metadata, publication.workers is None
                 last = self.announcement = Announcement(

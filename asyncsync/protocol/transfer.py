@@ -42,16 +42,8 @@ in the UPDATE (empty: none); the phase."""
 
 class Announcement:
     """An UPDATE and its payload frames, shared by all workers that get the same parts. It holds no references to the
-    slabs, which may be released before it.
-
-    Attributes:
-        castable: whether CAST may carry it: it is for all workers, and its bytes ride in it or travel as chunks.
-        repeatable: whether AGAIN can follow: it brings all bytes of one part, and nothing else that may differ.
-        streamed_models: the models whose bytes travel as chunks, although workers of this host would open them.
-        leased: the models whose bytes are leased to each recipient.
-        sizes: per part, how many of its bytes come from this sender, in the UPDATE or as chunks.
-        ends: where each part ends if those are laid end to end.
-    """
+    slabs, which may be released before it. ``castable``: it is for all workers, so CAST may carry it if its bytes ride
+    in it or travel as chunks."""
 
     def __init__(
         self,
@@ -69,9 +61,10 @@ class Announcement:
         streams, codec, phase = form
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
-        streamed_models = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
-        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in streamed_models]
-        self.streamed_models = streamed_models
+        # The models whose bytes travel as chunks, although workers of this host would open them.
+        self.streamed_models = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
+        # The models whose bytes are leased to each recipient.
+        self.leased = [m for m, (_, slab) in parts.items() if slab.leased and m not in self.streamed_models]
         self.payload: list[Buffer] = []
         if phase == COMMIT:  # it brings no bytes, because its workers have staged these parts
             self.sizes = self.ends = [0] * len(parts)
@@ -80,7 +73,9 @@ class Announcement:
             self.instruction = Update(epoch, serial, True, tuple(staged), phase=COMMIT)
             self.nbytes = 0
             return
-        self.sizes = [slab.nbytes if m in streamed_models else slab.streamed for m, (_, slab) in parts.items()]
+        # Per part, how many of its bytes come from this sender, in the UPDATE or as chunks; and where it ends if those
+        # are laid end to end.
+        self.sizes = [slab.nbytes if m in self.streamed_models else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # Bytes that are not packed yet can only follow as chunks.
         eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
@@ -97,7 +92,7 @@ class Announcement:
             elif size and slab.base is not None:
                 base = slab.base[0]
             digest = slab.layout.digest
-            descriptor = None if model_id in streamed_models else slab.descriptor
+            descriptor = None if model_id in self.streamed_models else slab.descriptor
             announced.append(
                 Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base, slab.source)
             )
@@ -106,26 +101,15 @@ class Announcement:
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed, phase)
         self.payload = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
+        # AGAIN can follow what brings all bytes of one part, and nothing else that may differ.
         only = announced[0]
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
 
-    def matches(self, after: int, parts: Parts, form: Form) -> bool:
-        """Whether this brings the same versions and slabs in the same form, and is newer than ``after``, the last
-        serial that the worker was sent."""
-        key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return self.serial > after and self.key == key and self.form == form
-
 
 class Transfer:
-    """One UPDATE that a worker has not staged yet: the parts, and how far their bytes have been sent.
-
-    Attributes:
-        after_ping: the number of the last PING before it.
-        granted: for how many of the parts' bytes, laid end to end, the worker has given credit.
-        pushed: the same for bytes that are pushed to all subscribers.
-        encodings: per part, how its bytes are encoded; None: not at all. An empty list: no part is encoded.
-    """
+    """One UPDATE that a worker has not staged yet: the parts, and how far their bytes have been sent. ``after_ping`` is
+    the number of the last PING before it."""
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
@@ -135,9 +119,11 @@ class Transfer:
         self.layouts = announcement.layouts
         self._slabs = [slab.retain() for _, slab in parts.values()]
         self.after_ping = after_ping
+        # Per part, how its bytes are encoded; None: not at all. Empty: no part is encoded.
         self.encodings: list[Encoding | None] = []
         self.restart = 0
-        self.granted = self.pushed = 0
+        self.granted = 0  # for how many of the parts' bytes, laid end to end, the worker has given credit
+        self.pushed = 0  # the same for bytes that are pushed to all subscribers
         self._sizes = announcement.sizes
         self._ends = announcement.ends
         self.total = self._ends[-1]
@@ -225,23 +211,11 @@ class Memory:
 
 
 class IncomingUpdate:
-    """An announced update whose bytes are arriving, if they did not ride in the announcement.
+    """An announced update whose bytes are arriving, if they did not ride in the announcement. ``acquire`` returns a
+    slab for a part, with a reference, and whether a transport must fetch its bytes."""
 
-    Attributes:
-        slabs: one per part, with a reference each, until :meth:`take`.
-        bases: per part, the slab of the version that the trainer has named as its base, also with a reference; None:
-            this worker does not have it. Empty: there is none.
-        fetching: the indices of the parts that a transport fetches by their descriptors.
-        received: how many of the parts' bytes, laid end to end, have come up to the first gap.
-        pushed: its bytes are pushed to all subscribers. Then those behind a gap are kept; else they are sent again.
-        after_gap: where the kept pieces behind a gap begin and end.
-        gap_requested_to: where the gap that it fetched last ends; 0: it has fetched none.
-        granted: up to where the trainer has credit.
-        restarts, fruitless_restarts: how often the rest was fetched again, in all and since bytes came last.
-        source: the number of the trainer's process that sends it. Bytes that another process sends are an update of
-            their own, by :meth:`make_share`, into the same slabs.
-    """
-
+    # The number of the trainer's process that sends it. Bytes that another process sends are an update of their own, by
+    # make_share(), into the same slabs.
     source = 0
 
     def __init__(
@@ -254,22 +228,26 @@ class IncomingUpdate:
     ) -> None:
         values = payload[: len(update.parts)]
         self.layouts = layouts
-        self.epoch, self.serial = update.epoch, update.serial
+        self.epoch, self.serial, self.phase = update.epoch, update.serial, update.phase
         self.parts: tuple[Part, ...] = update.parts
         self.metadata = update.metadata
-        self.phase = update.phase
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
         self._ends = list(accumulate(p.streamed for p in self.parts))
         self.total = self._ends[-1]
-        self.received = 0
-        self.pushed = False
-        self.after_gap: list[tuple[int, int]] = []
-        self.gap_requested_to = 0
+        self.received = 0  # how many of the parts' bytes, laid end to end, have come up to the first gap
+        self.granted = 0  # up to where the trainer has credit
+        self.pushed = False  # to all subscribers: then bytes behind a gap are kept; else they are sent again
+        self.after_gap: list[tuple[int, int]] = []  # where the kept pieces behind a gap begin and end
+        self.gap_requested_to = 0  # where the gap that it fetched last ends; 0: it has fetched none
+        self.restarts = self.fruitless_restarts = 0  # how often the rest was fetched again, in all and since bytes came
+        self.last_progress = now
         self.slabs: list[Slab] = []
+        # Per part, the slab of the version that the trainer has named as its base, with a reference; None: this worker
+        # does not have it. Empty: there is none.
         self.bases: list[Slab | None] = []
-        self.fetching: set[int] = set()
+        self.fetching: set[int] = set()  # the indices of the parts that a transport fetches by their descriptors
         try:
             for i, (part, layout, frame) in enumerate(zip(self.parts, layouts, values, strict=True)):
                 slab, must_fetch = acquire(part, layout)
@@ -286,10 +264,6 @@ class IncomingUpdate:
         except BaseException:
             self.release()
             raise
-        self.granted = 0
-        self.restarts = 0
-        self.fruitless_restarts = 0
-        self.last_progress = now
 
     def make_share(self, source: int, now: float) -> IncomingUpdate:
         """The update of the parts that this process sends, in the order in which it has them."""
@@ -345,15 +319,10 @@ class IncomingUpdate:
             if slab is not None:
                 slab.release()
 
-    def take(self) -> list[Slab]:
-        """Hand over the filled slabs, with their references."""
-        if self.bases:
-            self.forget_bases()
-        slabs, self.slabs = self.slabs, []
-        return slabs
-
     def release(self) -> None:
-        for slab in self.take():
+        self.forget_bases()
+        slabs, self.slabs = self.slabs, []
+        for slab in slabs:
             slab.release()
 
 

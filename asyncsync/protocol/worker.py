@@ -61,26 +61,7 @@ class Relaying:
 
 
 class Worker:
-    """The worker's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
-
-    Attributes:
-        incoming: the update whose bytes are still coming.
-        shares: the parts of it that other processes of the trainer's send, by their numbers.
-        pulls: ``(number, PULL)`` to send to those processes.
-        staged: the updates that wait for the gate, oldest first.
-        held: a staged update that waits for COMMIT.
-        taken: the update that the user's code has taken.
-        takes: whether updates wait for :meth:`take`. HELLO tells the trainer, because code may keep one for long.
-        fetches: ``(serial, index, part, slab)`` of each part that a transport must bring; :meth:`fetched` ends it.
-        serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
-        base: serial and only part of the update that the next AGAIN refers to; None: none can follow.
-        failure: the report of the last update that failed, until the models hold those versions or newer ones.
-        reports_sent: in a relay, how many reports of its workers it has sent.
-        targets: the version that each model should have, as far as this worker knows.
-        open_question: the trainer's question about a model that still needs :meth:`answer`.
-        leaving: whether the worker ignores further updates.
-        fast_path: applies AGAIN in few steps; any other event ends it.
-    """
+    """The worker's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes."""
 
     def __init__(
         self,
@@ -101,26 +82,32 @@ class Worker:
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
         self.holdings = Holdings()
-        self.incoming: IncomingUpdate | None = None
+        self.incoming: IncomingUpdate | None = None  # the update whose bytes are still coming
+        # The parts of it that other processes of the trainer's send, by their numbers.
         self.shares: dict[int, IncomingUpdate] = {}
-        self.pulls: deque[tuple[int, Pull]] = deque()
+        self.pulls: deque[tuple[int, Pull]] = deque()  # number, PULL: to send to those processes
         self.staged = StagedUpdates()
-        self.held: Staging | None = None
+        self.held: Staging | None = None  # a staged update that waits for COMMIT
         self.taken: Taken | None = None
+        # Whether updates wait for take(). HELLO tells the trainer, because the user's code may keep one for long.
         self.takes = False
+        # Serial, index, part, slab: what a transport must bring. fetched() ends each.
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
+        # Of the latest update that has come. A report names the slabs in use of all updates up to it.
         self.serial = 0
+        # Serial and only part of the update that the next AGAIN refers to; None: none can follow.
         self.base: tuple[int, Part] | None = None
+        # The report of the last update that failed, until the models hold those versions or newer ones.
         self.failure: messages.Failed | None = None
-        self.reports_sent = 0
-        self.targets: dict[str, int] = {}
+        self.reports_sent = 0  # in a relay, how many reports of its workers it has sent
+        self.targets: dict[str, int] = {}  # the version that each model should have, as far as this worker knows
         self.last_seen: float | None = None
-        self.open_question: Verify | None = None
+        self.open_question: Verify | None = None  # about a model; it still needs answer()
         self._answer: tuple[Verify, int, Sequence[bytes], str] | None = None
         self._last_question = 0
-        self.leaving = False
-        self.fast_path: FastPath | None = None
+        self.leaving = False  # whether the worker ignores further updates
+        self.fast_path: FastPath | None = None  # any event but AGAIN ends it
 
     # -- what the worker does ------------------------------------------------------------------------------------------
 
@@ -681,9 +668,9 @@ class Worker:
         self._relaying.update_ended(update)
         holdings = self.holdings
         ready: dict[str, StagedPart] = {}
-        waiting, slabs = self._staged_versions(), update.take()
+        waiting = self._staged_versions()
         try:
-            for part, slab in zip(update.parts, slabs, strict=True):
+            for part, slab in zip(update.parts, update.slabs, strict=True):
                 model_id = self.session.local(part.model_id)
                 if part.version > waiting.get(model_id, holdings.version(model_id)):
                     prepared = self.models[model_id].prepare(slab)
@@ -695,8 +682,7 @@ class Worker:
             self._report_parts_failed(update.serial, update.parts, error)
             return True
         finally:
-            for slab in slabs:
-                slab.release()
+            update.release()
         if ready and update.phase == messages.STAGE:
             self._abandon_held()
             self.held = Staging(update.epoch, update.serial, ready)

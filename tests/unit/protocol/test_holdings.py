@@ -64,9 +64,10 @@ def test_pieces_of_any_size_fill_the_slabs_one_after_the_other() -> None:
     assert update.write(0, 64, b"b" * 64, None)
     assert update.write(1, 0, b"c" * 64, None)
     assert update.complete
-    first, second = update.take()
+    first, second = update.slabs
     assert bytes(first.memory) == b"a" * 64 + b"b" * 64
     assert bytes(second.memory) == b"c" * 64
+    update.release()
     assert update.slabs == []
 
 
@@ -160,7 +161,7 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
     assert (slab.references, len(pool.used)) == (1, 0), "it lets go of what was at hand"
     update = eager(Part("m1", 1, DIGEST, 64), b"b" * 64)
     assert update.complete
-    slabs = update.take()
+    slabs = update.slabs
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
     assert [one.values for one in slabs] == [b"v", b"w"]
     assert (slab.references, len(pool.used)) == (2, 1)

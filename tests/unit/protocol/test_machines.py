@@ -20,7 +20,7 @@ from asyncsync.protocol.membership import FanOut, Membership
 from asyncsync.protocol.relays import Verification
 from asyncsync.protocol.targets import Leases, Peer, Targets
 from asyncsync.protocol.trainer import Trainer
-from asyncsync.protocol.transfer import Announcement, IncomingUpdate, ShareSlab, Transfer
+from asyncsync.protocol.transfer import IncomingUpdate, ShareSlab, Transfer
 from asyncsync.protocol.worker import Worker
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
@@ -92,7 +92,7 @@ MUTATIONS = {
     "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "model.current.get(worker) or ", "")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
-    "an announcement is used again for other parts": [(Announcement, "matches", "self.key == key", "True")],
+    "an announcement is used again for other parts": [(Trainer, "_send_due", "!= (key, form)", "!= (last.key, form)")],
     "nobody is asked, because all accepted something else": [
         (Peer, "agrees", "layout not in self.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
