@@ -678,7 +678,7 @@ class BusCore:
         """
         bus, models = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
-            return link.machine.published
+            return link.machine.targets.published
         return link.newest_shown(models).version if isinstance(link, WorkerLink) else bus.unlinked_version
 
     @property
@@ -687,7 +687,7 @@ class BusCore:
         which sort by the senders' age; empty while there is none."""
         bus, _ = self._bus_and_models()
         if isinstance(link := bus.link, TrainerLink):
-            return epoch_text(link.machine.epoch)
+            return epoch_text(link.machine.membership.epoch)
         return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
 
     @property
@@ -759,7 +759,7 @@ class BusCore:
 
     def continue_from(self, version: int) -> None:
         link = self._link if isinstance(self._link, TrainerLink) else None
-        now = self.unlinked_version if link is None else link.machine.version
+        now = self.unlinked_version if link is None else link.machine.targets.version
         if version < now:
             raise ValueError(
                 f"this sender is at version {now} already, and versions never go back: version {version} cannot be "

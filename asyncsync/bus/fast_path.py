@@ -73,7 +73,7 @@ class TrainerFastPath:
         self.waiting: set[Peer] = set()
         self.waiter: asyncio.Future[None] | None = None
         self._machine = machine
-        self._epoch = machine.epoch
+        self._epoch = machine.membership.epoch
         self._next = acquire()
         self._newest = newest.retain()
         self._acquire = acquire

@@ -193,7 +193,7 @@ class Publishing(Link):
             self.check_usable()
             self.observe_staged_drop()
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-            observer.published(trace, version, machine.epoch)
+            observer.published(trace, version, machine.membership.epoch)
             self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
             observer.abandoned(trace, error)
@@ -229,7 +229,7 @@ class Publishing(Link):
         self.observe_staged_drop()
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
-            self.observer.published(trace, version, self.machine.epoch)
+            self.observer.published(trace, version, self.machine.membership.epoch)
             self.act_on_changes()
 
             def pack_all() -> None:

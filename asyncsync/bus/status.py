@@ -176,11 +176,11 @@ class Reporter:
         workers = sorted(roles, key=lambda worker: (ROLES.index(roles[worker]), worker))[:room]
         return Report(
             token=0,
-            epoch=machine.epoch,
+            epoch=machine.membership.epoch,
             host=socket.gethostname()[:255],
             pid=os.getpid(),
             uptime=int(1000 * (now - self._began)),
-            version=machine.published,
+            version=machine.targets.published,
             num_workers=machine.num_workers,
             bytes_sent=sum(peer.bytes_sent for peer in peers.values()),
             num_models=len(targets.models),

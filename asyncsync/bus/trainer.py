@@ -140,7 +140,7 @@ class TrainerLink(Publishing):
         return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
     def collect_metrics(self) -> list[Metric]:
-        return [*trainer_metrics(self.report(), self.machine.version), *super().collect_metrics()]
+        return [*trainer_metrics(self.report(), self.machine.targets.version), *super().collect_metrics()]
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -150,7 +150,7 @@ class TrainerLink(Publishing):
     @property
     def issued(self) -> int:
         """The version that a publication returned last; a worker may still refuse it. 0: none."""
-        version = self.machine.version
+        version = self.machine.targets.version
         return self._issued_before_load if version == self._loaded_version else version
 
     def continue_from(self, version: int) -> None:
@@ -445,7 +445,7 @@ class TrainerLink(Publishing):
     def _warn_of_blocking(self, seconds: float) -> None:
         """The event loop was blocked for this long: warn if workers were fetching weights."""
         machine, progress = self.machine, self.machine.progress
-        version = machine.published
+        version = machine.targets.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
         if waiting:
             self._warned_of_blocking = True

@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
 
         def ready(relay: Relay) -> None:
             kept = f", keeping {keep}" if keep is not None else ""
-            version = relay.downstream.machine.published
+            version = relay.downstream.machine.targets.published
             print(f"relay: {options.bind} ← {options.upstream}{kept}; version {version or 'none yet'}", flush=True)
 
         anyio.run(run, make, ready)

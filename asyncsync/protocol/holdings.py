@@ -95,7 +95,6 @@ class Session:
     # -- HELLO and WELCOME ------------------------------------------------------------------------------------------
 
     def send_hello(self, versions: Mapping[str, int], serial: int, now: float, *, takes: bool = False) -> None:
-        """Send HELLO, with the versions that the models hold, and the serial of the last UPDATE that has come."""
         self.attempt += 1
         self.welcomed = False
         self.next_hello = now + self._hello_delay
@@ -210,7 +209,6 @@ class Acting(NamedTuple):
 
     @property
     def shown(self) -> Shown:
-        """The version and the decoded metadata, for a reader."""
         return Shown(self.version, messages.decode_metadata(self.metadata))
 
 
@@ -244,7 +242,6 @@ class Staging:
 
     @property
     def acting(self) -> dict[str, Acting]:
-        """What the models show once this has been applied."""
         return {
             m: Acting(p.version, p.version if p.origin is None else p.origin, p.metadata) for m, p in self.parts.items()
         }
@@ -375,7 +372,6 @@ class Holdings:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The versions of the current epoch that the models hold."""
         return {model_id: version for model_id in self.updates if (version := self.version(model_id))}
 
     # -- updates ----------------------------------------------------------------------------------------------------

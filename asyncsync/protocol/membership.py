@@ -233,7 +233,6 @@ class Membership:
         return None
 
     def note_answer(self, holder: Peer, ping: int) -> None:
-        """A worker has answered this PING, so it keeps its place."""
         newcomer = self.newcomers.get(holder.worker)
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
@@ -579,7 +578,6 @@ class FanOut:
             self.end()
 
     def abandon(self, version: int) -> None:
-        """Push nothing more of this version, because no worker gets it."""
         if self._pushed is not None and version in self._pushed.versions.values():
             self.end()
 

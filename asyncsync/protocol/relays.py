@@ -124,7 +124,6 @@ class RelayedWorkers:
             self._choose_record(one.worker)
 
     def _choose_record(self, worker: int) -> None:
-        """Choose which relay's record of this worker counts."""
         found = [known.workers[worker] for known in self._relays.values() if worker in known.workers]
         if not found:
             self.workers.pop(worker, None)

@@ -549,7 +549,6 @@ class Leases:
     of: dict[bytes, WorkerLeases] = field(default_factory=dict)  # by nonce, with one reference to each slab
 
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
-        """Lease these parts of the UPDATE of this serial to the worker."""
         if (leases := self.of.get(peer.nonce)) is None:
             pid = peer.hello.pid if peer.local else 0
             leases = self.of[peer.nonce] = WorkerLeases(peer.worker, pid, peer.hello.takes)

@@ -73,20 +73,6 @@ class Trainer:
 
     # -- what the trainer does -----------------------------------------------------------------------------------------
 
-    @property
-    def epoch(self) -> Epoch:
-        return self.membership.epoch
-
-    @property
-    def version(self) -> int:
-        """The newest version that any publication was given."""
-        return self.targets.version
-
-    @property
-    def published(self) -> int:
-        """The newest version that has become a target."""
-        return self.targets.published
-
     def serve(self, model_id: str, now: float) -> None:
         """Announce a model, so that workers that wait for it can connect. Its weights come later."""
         if model_id not in self.targets.models:
@@ -148,9 +134,9 @@ class Trainer:
     def _why_not_staged(self, version: int) -> str:
         if self.targets.staged is not None:
             return f"version {self.targets.staged.version} is staged instead"
-        if self.published > version:
-            return f"it was replaced by version {self.published}"
-        return "it was published already" if self.published == version else "no version is staged"
+        if self.targets.published > version:
+            return f"it was replaced by version {self.targets.published}"
+        return "it was published already" if self.targets.published == version else "no version is staged"
 
     def check_staged(self, version: int) -> None:
         if not self.targets.is_staged(version):
@@ -172,7 +158,7 @@ class Trainer:
         """Send DROP to a worker that may have staged this version. If DROP is lost, PONG shows what it still holds."""
         peer.held = {m: v for m, v in peer.held.items() if v != version}
         if not peer.lost:
-            self.outbox.append((peer.route, messages.Drop(self.epoch, version), ()))
+            self.outbox.append((peer.route, messages.Drop(self.membership.epoch, version), ()))
 
     def stream(self) -> None:
         """Send the bytes that have been packed or encoded since the last call."""
@@ -190,7 +176,6 @@ class Trainer:
         self._send_due()
 
     def _end_transfers(self, version: int) -> None:
-        """Send nothing more of this version."""
         self.fanout.abandon(version)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
@@ -210,7 +195,7 @@ class Trainer:
         told = [peer for peer in self.peers.values() if leaves and not peer.lost]
         told += [newcomer.peer for newcomer in self.membership.newcomers.values()]
         for peer in told:
-            bye = messages.Bye(self.epoch, peer.nonce, "closed", "the sender was shut down")
+            bye = messages.Bye(self.membership.epoch, peer.nonce, "closed", "the sender was shut down")
             self.outbox.append((peer.route, bye, ()))
         self.membership.newcomers.clear()
         for peer in self.peers.values():
@@ -243,7 +228,7 @@ class Trainer:
         newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
-        if getattr(instruction, "epoch", None) != self.epoch and not self._is_leaving(peer, instruction):
+        if getattr(instruction, "epoch", None) != self.membership.epoch and not self._is_leaving(peer, instruction):
             sender = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{kind.__name__} of another epoch from {sender}")
         if isinstance(instruction, messages.Released):  # perhaps from a worker that is no peer any more
@@ -316,9 +301,9 @@ class Trainer:
         return instruction.nonce in self.leases.of
 
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
-        if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
+        if hello.epoch is not None and hello.epoch > self.membership.epoch and not self.membership.follows:
             if self.serial:
-                why = f"a newer trainer (epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
+                why = f"a newer trainer (epoch {hello.epoch[0]}, this one's is {self.membership.epoch[0]})"
                 self.fenced = Fenced(f"worker {hello.worker} belongs to {why}; this trainer must stop")
                 self.outbox.clear()
                 for peer in self.peers.values():
@@ -327,7 +312,7 @@ class Trainer:
                 return
             if hello.epoch[0] >= MAX_START:
                 raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
-            self.membership.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))
+            self.membership.begin_epoch((hello.epoch[0] + 1, self.membership.epoch[1]))
         self.membership.receive_hello(route, hello, now)
         self.touched.add(hello.worker)
 
@@ -449,7 +434,7 @@ class Trainer:
             return
         if (newcomer := self.membership.newcomers.get(worker)) is not None:
             self.membership.refuse_newcomer(newcomer, why)
-        self.outbox.append((peer.route, messages.Bye(self.epoch, peer.nonce, "refused", why), ()))
+        self.outbox.append((peer.route, messages.Bye(self.membership.epoch, peer.nonce, "refused", why), ()))
         self._lose(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
@@ -538,16 +523,14 @@ class Trainer:
     # -- agreement: which workers have to accept the layouts of a publication ------------------------------------------
 
     def _welcome(self, peer: Peer) -> None:
-        self._skip_serials_up_to(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
+        self._skip_serials_up_to(peer, peer.hello.serial if peer.hello.epoch == self.membership.epoch else 0)
         self._show_layouts(peer, again=True)
 
     def welcome_all(self) -> None:
-        """Send all workers WELCOME again, because an address in it has changed."""
         for peer in self.membership.welcomed:
             self._welcome(peer)
 
     def _process_relayed_changes(self) -> None:
-        """Note which workers behind relays have come, have changed, or are lost."""
         changed, self.relayed.changed = self.relayed.changed, set()
         self.touched |= changed
         self._recheck_pending(changed)
@@ -555,7 +538,7 @@ class Trainer:
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
         """Send WELCOME with one layout per model: the oldest that the worker has not answered for, else the newest.
         Without ``again``, only if the last WELCOME had others."""
-        if peer.lost or self.epoch == messages.NO_EPOCH:
+        if peer.lost or self.membership.epoch == messages.NO_EPOCH:
             return  # a worker that gets no WELCOME from this relay tries the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
@@ -574,11 +557,9 @@ class Trainer:
                 peer.shown.setdefault(shown, peer.welcomes)
             while len(peer.shown) > KEPT_REFUSALS:
                 del peer.shown[next(iter(peer.shown))]
-            me = self.membership.identity
-            welcome = messages.Welcome(
-                self.epoch, peer.nonce, peer.hello.attempt, me.pid, me.boot, me.namespace, models, peer.welcomes,
-                self.membership.fanout_port, self.sources,
-            )  # fmt: skip
+            epoch, me, port = self.membership.epoch, self.membership.identity, self.membership.fanout_port
+            to = epoch, peer.nonce, peer.hello.attempt
+            welcome = messages.Welcome(*to, me.pid, me.boot, me.namespace, models, peer.welcomes, port, self.sources)
             self.outbox.append((peer.route, welcome, layouts))
 
     def _recheck_pending(self, workers: Collection[int]) -> None:
@@ -642,7 +623,7 @@ class Trainer:
                 self.serial += 1
                 metadata, castable = publication.metadata, publication.workers is None
                 last = self.announcement = Announcement(
-                    self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
+                    self.serial, parts, self.membership.epoch, self.settings, form, metadata, castable=castable
                 )
             self._start_transfer(peer, last, parts)
 
@@ -656,7 +637,7 @@ class Trainer:
             self.serial = min(serial + SERIAL_GAP, self.serial + LARGEST_SERIAL_LEAP)
 
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.to_encode):
+        for chunk, piece in transfer.chunks(self.membership.epoch, self.settings, self.to_encode):
             peer.bytes_sent += len(piece)
             self.outbox.append((peer.route, chunk, [piece] if len(piece) else ()))
 
@@ -712,7 +693,7 @@ class Trainer:
         current[None] = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
         before.release()
         parts, form = {model_id: (version, slab)}, self.announcement.form
-        last = self.announcement = Announcement(serial, parts, self.epoch, self.settings, form)
+        last = self.announcement = Announcement(serial, parts, self.membership.epoch, self.settings, form)
         for peer in peers:
             peer.applied[model_id] = version - 1 if peer in waiting else version
             peer.serial = serial

@@ -177,7 +177,6 @@ class Worker:
             session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 
     def failed(self, staging: Staging, error: BaseException) -> None:
-        """Applying has raised this error; see :meth:`Holdings.note_failed`."""
         if staging.abandoned:
             return
         if staging in self.staged:
@@ -694,7 +693,6 @@ class Worker:
         return True
 
     def enqueue(self, staging: Staging) -> None:
-        """Queue this update for the gate, behind those that are staged already."""
         self.staged.enqueue(staging)
         self.session.send(messages.Staged(staging.epoch, staging.serial, *self._lease_report()))
 
@@ -780,7 +778,6 @@ class Worker:
         return model_id, base[1]
 
     def end_fast_path(self) -> None:
-        """The next update takes the general path."""
         fast_path, self.fast_path = self.fast_path, None
         if fast_path is not None:
             fast_path.end()

@@ -85,7 +85,7 @@ class RelayMachine(Relaying):
                 # Pass the goodbye on, unless this relay keeps the weights for its workers.
                 for peer in () if self._keeps else downstream.peers.values():
                     if not peer.lost:
-                        bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
+                        bye = Bye(downstream.membership.epoch, peer.nonce, "closed", message.message)
                         downstream.outbox.append((peer.route, bye, ()))
             case messages.Drop():
                 if downstream.targets.is_staged(message.version):

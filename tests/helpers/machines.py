@@ -102,14 +102,14 @@ class Desk:
 
     def ready(self, worker: int | bytes, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
-        self.receive(worker, messages.Ready(self.machine.epoch, digests))
+        self.receive(worker, messages.Ready(self.machine.membership.epoch, digests))
 
     def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", number: int | None = None) -> None:
         """As the answer to the newest WELCOME, or to that one."""
         number = self.machine.peers[worker].welcomes if number is None else number
         digest = layout(dtype).digest
-        self.receive(worker, messages.Refused(self.machine.epoch, model, digest, "it does not fit", number))
-        self.receive(worker, messages.Ready(self.machine.epoch, {}))
+        self.receive(worker, messages.Refused(self.machine.membership.epoch, model, digest, "it does not fit", number))
+        self.receive(worker, messages.Ready(self.machine.membership.epoch, {}))
 
     def join(self, *workers: int) -> None:
         """These workers say HELLO and accept float32."""
@@ -131,7 +131,7 @@ class Desk:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
         for model, slab in slabs.items():
             slab.leased = lent
-            slab.descriptor = f"{model} {self.machine.version + 1}".encode() if lent else None
+            slab.descriptor = f"{model} {self.machine.targets.version + 1}".encode() if lent else None
         try:
             return self.machine.publish(slabs, workers, self.now, stages=stages)
         finally:
@@ -139,10 +139,10 @@ class Desk:
                 slab.release()
 
     def staged(self, worker: int, update: Instruction, last: int = 0, in_use: messages.InUse = ()) -> None:
-        self.receive(worker, messages.Staged(self.machine.epoch, update.serial, last, in_use))
+        self.receive(worker, messages.Staged(self.machine.membership.epoch, update.serial, last, in_use))
 
     def applied(self, worker: int, last: int = 0, in_use: messages.InUse = (), **versions: int) -> None:
-        self.receive(worker, messages.Applied(self.machine.epoch, versions, last, in_use))
+        self.receive(worker, messages.Applied(self.machine.membership.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
@@ -170,7 +170,9 @@ class Desk:
         serial = update.serial if serial is None else serial
         self.receive(
             worker,
-            messages.Failed(self.machine.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
+            messages.Failed(
+                self.machine.membership.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"
+            ),
         )
 
     def pong(
@@ -183,7 +185,9 @@ class Desk:
         last: int = 0,
     ) -> None:
         seq = self.machine.peers[worker].ping_seq if seq is None else seq
-        self.receive(worker, messages.Pong(self.machine.epoch, seq, versions or {}, staged or {}, serial, last))
+        self.receive(
+            worker, messages.Pong(self.machine.membership.epoch, seq, versions or {}, staged or {}, serial, last)
+        )
 
     def pass_time(self, seconds: float) -> None:
         """In steps that a shell's timers would make."""

@@ -232,11 +232,11 @@ class TrainerProcess:
 
     @property
     def epoch(self) -> messages.Epoch:
-        return self._machine.epoch
+        return self._machine.membership.epoch
 
     @property
     def version(self) -> int:
-        return self._machine.version
+        return self._machine.targets.version
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> TrainerFastPath | None:
         machine = self.machine
@@ -273,7 +273,7 @@ class TrainerProcess:
 
     def shared_out(self, model: str, slab: Slab) -> Slab:
         """What the coordinator publishes in the place of this slab, which another process has. Takes it over."""
-        source, version = source_of(model), self.machine.version + 1
+        source, version = source_of(model), self.machine.targets.version + 1
         sharer = self.sharers[source]
         sharer.offer(version, {model: slab})
         slab.release()

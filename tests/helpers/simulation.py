@@ -504,7 +504,7 @@ class Simulation(Oracle):
         self._until(self._returned, "what was lent")
         self._until(self._let_go, "what was dropped")
         self._check_progress()
-        version = self.trainer.machine.version
+        version = self.trainer.machine.targets.version
         progress = self.trainer.machine.progress.of(version, self.trainer.machine.progress.targeted(version))
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
@@ -660,7 +660,7 @@ class Simulation(Oracle):
 
     def _check_progress(self) -> None:
         machine = self.trainer.machine
-        for version in range(1, machine.version + 1):
+        for version in range(1, machine.targets.version + 1):
             waiting = machine.progress.of(version, machine.progress.targeted(version)).waiting
             assert not waiting, f"version {version} waits for {waiting}"
 
@@ -936,7 +936,7 @@ class Simulation(Oracle):
                 parts[model] = {w: make(model, [w], kind) for w, kind in zip(workers, kinds, strict=True)}
             else:
                 parts[model] = make(model, workers if workers is not None else [None], dtype)
-        number = machine.version + 1
+        number = machine.targets.version + 1
         metadata = encode_metadata({"version": number} if number % 4 == 0 else {})
         record = Record(number, trainer, self.now, numbers, dtypes, metadata, staged=stages)
         for worker in self.workers:

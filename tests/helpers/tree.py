@@ -196,7 +196,7 @@ class Tree:
         slab = slab_of(self.root.pool, number)
         version = trainer.publish({MODEL: slab}, None, self.now)
         slab.release()
-        self.numbers[trainer.epoch, version] = number
+        self.numbers[trainer.membership.epoch, version] = number
         self.settle()
         return version
 
@@ -313,17 +313,17 @@ class Tree:
 
     @property
     def newest(self) -> tuple[tuple[int, int], int]:
-        return self.root.trainer.epoch, self.root.trainer.published
+        return self.root.trainer.membership.epoch, self.root.trainer.targets.published
 
     def is_everywhere(self) -> bool:
         """Everybody has the newest version, and the trainer knows of each."""
         trainer = self.root.trainer
-        outcome = trainer.progress.of(trainer.version, range(self.count), [MODEL])
+        outcome = trainer.progress.of(trainer.targets.version, range(self.count), [MODEL])
         return all(node.seen == self.newest for node in self.workers) and len(outcome.acked) == self.count
 
     def missing(self) -> str:
         """For people: who lacks what."""
         trainer = self.root.trainer
         late = [f"{n} has {n.seen}, parent {n.parent}" for n in self.workers if n.seen != self.newest]
-        outcome = trainer.progress.of(trainer.version, range(self.count), [MODEL])
+        outcome = trainer.progress.of(trainer.targets.version, range(self.count), [MODEL])
         return f"newest {self.newest}; {late[:5]}; waiting {sorted(outcome.waiting)[:9]}, failed {outcome.failed}"

@@ -243,8 +243,8 @@ async def test_a_listed_client_cannot_speak_for_a_worker_by_its_route(site: Site
         [route] = machine.membership.routes
         async with listed(site, "worker-1", b"mine") as socket:
             socket.send(hello(0))
-            socket.send(planted.message("Bye", machine.epoch, machine.peers[0].nonce, "closed", ""))
-            socket.send(planted.message("Ping", machine.epoch, 1))
+            socket.send(planted.message("Bye", machine.membership.epoch, machine.peers[0].nonce, "closed", ""))
+            socket.send(planted.message("Ping", machine.membership.epoch, 1))
             await until(lambda: sum(run.sender.bus.dropped.values()) == 3)
             assert list(machine.membership.routes) == [route]
             await run.goes_on()

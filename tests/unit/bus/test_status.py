@@ -46,11 +46,11 @@ def test_a_report_has_the_sender_its_models_and_its_workers() -> None:
         desk.machine.mark_assembled(model)  # worker 2 has been there, once
     version = desk.publish(1, models=["policy", "value"])
     desk.now = 8.0
-    desk.receive(0, messages.Applied(desk.machine.epoch, {"policy": version, "value": version}))
+    desk.receive(0, messages.Applied(desk.machine.membership.epoch, {"policy": version, "value": version}))
     desk.now = 9.5
     desk.machine.tick(desk.now)
     report = told(reporter(desk, malformed=2).answer(7))
-    assert (report.token, report.epoch) == (7, desk.machine.epoch)
+    assert (report.token, report.epoch) == (7, desk.machine.membership.epoch)
     assert (report.host, report.pid) == (socket.gethostname(), os.getpid())
     assert (report.version, report.num_workers, report.num_models) == (version, 3, 2)
     assert [(m.model_id, m.nbytes, m.version) for m in report.models] == [("policy", 128, 1), ("value", 128, 1)]
@@ -80,7 +80,7 @@ def test_what_a_worker_says_is_one_line_without_control_characters() -> None:
     [update] = desk.take(messages.Update)
     error = "builtins.OSError", "\x1b[2Jno\x07 \u202espace\nleft", "Traceback: …\nno space left"
     desk.receive(
-        0, messages.Failed(desk.machine.epoch, update.serial, {"policy": version}, False, *error)  # type: ignore[attr-defined]
+        0, messages.Failed(desk.machine.membership.epoch, update.serial, {"policy": version}, False, *error)  # type: ignore[attr-defined]
     )  # fmt: skip
     report = told(reporter(desk, **{"ProtocolError: \x1b[2Jno\nmore": 2}).answer(1))
     assert (report.workers[0].reason, report.dropped) == (
@@ -189,7 +189,7 @@ async def test_of_several_addresses_the_next_one_is_asked_while_nobody_answers(t
     with closing(Asker(f"{first},{second}")) as asker:
         for endpoint in (second, first):
             async with connected(scheme := alone(endpoint)):
-                assert (await asker.ask(5)).epoch == scheme.bus._link.machine.epoch
+                assert (await asker.ask(5)).epoch == scheme.bus._link.machine.membership.epoch
 
 
 async def test_an_address_that_is_none_is_refused() -> None:

@@ -54,7 +54,7 @@ def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_s
     if refuses:
         desk.refuse(GUEST, F64)
     desk.ready(0, F64)
-    assert desk.machine.published == version
+    assert desk.machine.targets.published == version
     join(desk)
     desk.publish(4, workers=[0])
     assert not desk.take(messages.Update, b"%d" % GUEST)
@@ -70,7 +70,7 @@ def test_there_is_no_fast_path_while_a_guest_is_there(guests: bool) -> None:
         desk.publish(value)
         desk.take()
         for worker in (0, GUEST) if guests else (0,):
-            desk.applied(worker, policy=desk.machine.version)
+            desk.applied(worker, policy=desk.machine.targets.version)
     assert (desk.machine.steady("policy") is None) is guests
 
 

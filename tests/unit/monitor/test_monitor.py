@@ -391,7 +391,7 @@ async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMem
         everybody.models[0].first = None  # nothing fits it any more
         with pytest.raises(PartialSendError):
             await everybody.sender.send_async(everybody.source)
-        version = everybody.sender.bus._link.machine.version
+        version = everybody.sender.bus._link.machine.targets.version
     failed = [one for one in spans.get_finished_spans() if one.status.status_code is StatusCode.ERROR]
     assert {one.name for one in failed} >= {"asyncsync.deliver"}
     assert version in {one.attributes["asyncsync.version"] for one in failed}
@@ -495,7 +495,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     durations = observer.durations = histogram()
     for number in range(5):
         version = desk.publish()
-        publish(observer, "policy", version, machine.epoch)
+        publish(observer, "policy", version, machine.membership.epoch)
         while machine.outbox:
             route, instruction, _ = machine.outbox.popleft()
             if isinstance(instruction, messages.Update | messages.Again):
@@ -514,7 +514,7 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
 
 def hear(desk: Desk, observer: TrainerObserver, worker: int, version: int) -> None:
     """It has applied this."""
-    applied = messages.Applied(desk.machine.epoch, {"policy": version})
+    applied = messages.Applied(desk.machine.membership.epoch, {"policy": version})
     desk.receive(worker, applied)
     observer.received(worker, applied)
     observer.check()

@@ -238,7 +238,7 @@ def test_a_lower_epoch_does_not_matter_and_what_a_worker_claims_of_it_does_not_c
     desk.hello(0, 10, route=b"new", epoch=(999, 1), have={"policy": 1})
     assert desk.machine.peers[0].applied == {}
     desk.hello(0, route=b"new", epoch=(1, 1), have={"policy": 70})
-    assert (desk.machine.fenced, desk.machine.epoch) == (None, EPOCH)
+    assert (desk.machine.fenced, desk.machine.membership.epoch) == (None, EPOCH)
 
 
 @pytest.mark.parametrize("models", [{"policy": 0, "": 0}, {"": 0}])
@@ -259,7 +259,7 @@ def test_before_its_first_update_a_trainer_goes_past_a_higher_epoch() -> None:
     desk.join(2)
     desk.machine.lost(2, nonce(2), "killed", desk.now)
     desk.hello(1, epoch=(5000, 9), have={"policy": 70})
-    assert desk.machine.epoch == (5001, 1)
+    assert desk.machine.membership.epoch == (5001, 1)
     assert desk.machine.fenced is None
     assert desk.machine.peers[1].applied == {}
     assert desk.machine.peers[2].state == "lost"
@@ -280,7 +280,7 @@ def test_after_its_first_update_a_trainer_that_meets_a_higher_epoch_is_fenced(de
             desk.publish()
         with pytest.raises(Fenced):
             desk.machine.check_open()
-    assert desk.machine.version == version
+    assert desk.machine.targets.version == version
     desk.applied(0, policy=version)
     desk.pass_time(100)
     desk.machine.close()
@@ -596,7 +596,7 @@ def test_one_refusal_changes_no_worker_and_the_next_publication_asks_again(desk:
     assert "it does not fit" in str(failed[1])
     assert "worker 1 cannot take it" in str(failed[0])
     assert desk.machine.progress.of(old, [0, 1]).acked == {0: old, 1: old}
-    assert (desk.machine.version, desk.machine.published) == (new, old)
+    assert (desk.machine.targets.version, desk.machine.targets.published) == (new, old)
     assert desk.pool.slabs <= 2
     again = desk.publish(dtype=F64)
     (welcome,) = desk.take(messages.Welcome, b"1")
@@ -607,10 +607,10 @@ def test_one_refusal_changes_no_worker_and_the_next_publication_asks_again(desk:
     desk.take()
     last = desk.publish(dtype=F64)
     desk.take()
-    assert desk.machine.published == old
+    assert desk.machine.targets.published == old
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": last}] * 2
-    assert desk.machine.published == last
+    assert desk.machine.targets.published == last
 
 
 def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: Desk) -> None:
@@ -809,12 +809,12 @@ def test_a_staged_version_counts_as_published_when_it_is_committed_and_never_whe
         version = desk.publish(stages=True)
         desk.machine.targets.when_target(version, partial(told.append, version))
         desk.finish_all()
-        assert (told, desk.machine.published) == ([], 1)
+        assert (told, desk.machine.targets.published) == ([], 1)
         if commits:
             desk.machine.commit(version)
         else:
             desk.machine.drop()
-    assert (told, desk.machine.published) == ([version], version)
+    assert (told, desk.machine.targets.published) == ([version], version)
 
 
 # -- workers that come from another sender of the epoch ---------------------------------------------------------------
@@ -972,7 +972,7 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
         slab.packed = 0
         kept = desk.machine.targets.retain_current(["policy"])
         version = desk.machine.publish({"policy": slab}, None, desk.now)
-        assert desk.target(1) == desk.machine.published == version
+        assert desk.target(1) == desk.machine.targets.published == version
         desk.machine.abandon(version, kept)
         assert slab.references == 1, "nobody else holds it"
         slab.release()
@@ -988,7 +988,7 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
     desk.take()
     fail()
     assert desk.target(0) == before
-    assert (desk.target(1), desk.machine.published) == (own, own)
+    assert (desk.target(1), desk.machine.targets.published) == (own, own)
     assert desk.pool.slabs <= 3
 
 
@@ -1024,7 +1024,7 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
 
     def check() -> list[list[int]]:
         told = []
-        for version in range(1, desk.machine.version + 2):
+        for version in range(1, desk.machine.targets.version + 2):
             for models in (["policy"], ["value"], ["policy", "value"], []):
                 short = desk.machine.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
@@ -1112,7 +1112,7 @@ def trained(desk: Desk, *workers: int, publications: int = 1, **kwargs: bool) ->
     for _ in range(publications):
         desk.publish(**kwargs)
         for worker, update in zip(workers, desk.take(messages.Update), strict=True):
-            desk.applied(worker, update.serial, policy=desk.machine.version)  # type: ignore[attr-defined]
+            desk.applied(worker, update.serial, policy=desk.machine.targets.version)  # type: ignore[attr-defined]
     assert desk.take() == []
 
 
@@ -1165,7 +1165,7 @@ def test_there_is_no_fast_path_where_a_worker_is_to_have_weights_of_its_own() ->
 def gone_on(desk: Desk, value: float, waiting: Collection[int], unsent: Collection[int]) -> int:
     """The fast path has published one version, and ends. Returns that version."""
     machine, peers = desk.machine, desk.machine.steady("policy")
-    machine.targets.version = machine.targets.published = version = machine.version + 1
+    machine.targets.version = machine.targets.published = version = machine.targets.version + 1
     machine.serial += 1
     slab = slab_of(desk.pool, value)
     whom = [[peer for peer in peers if peer.worker in some] for some in (waiting, unsent)]

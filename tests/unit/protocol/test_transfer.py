@@ -432,7 +432,7 @@ def test_the_coordinator_announces_what_it_does_not_have_and_retires_it(settings
     desk.ready(0)
     for _ in range(2):
         share = ShareSlab(layout(), 1)
-        share.on_release = lambda: retired.append(desk.machine.version)
+        share.on_release = lambda: retired.append(desk.machine.targets.version)
         desk.machine.publish({"policy": share}, None, desk.now)
         share.release()
         desk.finish_all()

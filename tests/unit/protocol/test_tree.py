@@ -50,7 +50,7 @@ def test_every_worker_gets_every_version_and_the_trainer_knows(
     trainer = tree.root.trainer
     assert sorted(trainer.membership.expected()) == list(range(tree.count))
     assert len(trainer.membership.eligible([MODEL])) == tree.count
-    assert trainer.progress.targeted(trainer.version) == list(range(tree.count))
+    assert trainer.progress.targeted(trainer.targets.version) == list(range(tree.count))
     assert not any(trainer.progress.why_absent(w, [MODEL]) for w in range(tree.count))
     assert len(trainer.peers) == (levels[0] if levels else tree.count)
 
@@ -270,7 +270,7 @@ def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay(monk
     request = asked(tree, worker, root=True)
     tree.flow()
     monkeypatch.undo()
-    assert relay.trainer.published == 1
+    assert relay.trainer.targets.published == 1
     assert worker.worker.session.answered(request, root=True)
     assert worker.worker.targets == {MODEL: 2}
     assert tree.until(tree.is_everywhere, 5), tree.missing()
@@ -460,11 +460,11 @@ def test_a_worker_that_is_forgotten_amid_a_recount_is_no_trouble() -> None:
     behind, known = trainer.relayed, [passing._reported[w] for w in range(3)]
     number = behind._relays[peer.nonce].last_report
     left = replace(known[2], applied={}, failed={}, lost="it has left")
-    behind.report(peer, Relayed(trainer.epoch, number + 1, False, False, (left,)), tree.now)
+    behind.report(peer, Relayed(trainer.membership.epoch, number + 1, False, False, (left,)), tree.now)
     tree.now += 61
-    behind.report(peer, Relayed(trainer.epoch, number + 2, True, True, (known[0],)), tree.now)
+    behind.report(peer, Relayed(trainer.membership.epoch, number + 2, True, True, (known[0],)), tree.now)
     behind.tick(tree.now)
-    behind.report(peer, Relayed(trainer.epoch, number + 3, False, False, (known[1],)), tree.now)
+    behind.report(peer, Relayed(trainer.membership.epoch, number + 3, False, False, (known[1],)), tree.now)
     assert sorted(behind.workers) == [0, 1]
 
 
@@ -480,7 +480,7 @@ def test_weights_of_its_own_are_nobodys_target_when_a_worker_has_gone_behind_a_r
     pack(slab, flat(77))
     version = trainer.publish({MODEL: slab}, [0], tree.now)
     slab.release()
-    tree.numbers[trainer.epoch, version] = 77
+    tree.numbers[trainer.membership.epoch, version] = 77
     tree.connect(tree.workers[0], tree.relays[0][0])  # before they come
     tree.settle()
     tree.flow()

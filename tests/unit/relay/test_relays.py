@@ -177,13 +177,15 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
         assert await served(down, 5.0, version) == {"step": 7}
     async with relaying(up, f"ipc://{tmp_path}/shared", shared=True, keep=keep) as relay:
         assert await served(f"ipc://{tmp_path}/shared", 5.0, version, SharedMemWeightSyncScheme) == {"step": 7}
-        before = relay.downstream.machine.epoch
+        before = relay.downstream.machine.membership.epoch
         newer = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
         newer.init_on_sender(model_id="policy", model=fill(source, 6.0))
         async with connected(newer):
             await newer.publish()
             down = relay.downstream
-            assert await down.wait(lambda: down.machine.epoch > before and down.machine.published == newer.version, 20)
+            assert await down.wait(
+                lambda: down.machine.membership.epoch > before and down.machine.targets.published == newer.version, 20
+            )
             assert await served(f"ipc://{tmp_path}/shared", 6.0, newer.version, SharedMemWeightSyncScheme) == {}
 
 
@@ -199,14 +201,14 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
                 stack.push_async_callback(trainer.shutdown)
                 for model_id in ("a", "b"):
                     ZMQWeightSyncScheme(bus=trainer).init_on_sender(model_id=model_id)
-                before = machine.epoch
+                before = machine.membership.epoch
                 await trainer.connect()
-                assert await relay.upstream.wait(lambda before=before: machine.epoch > before, 20)
+                assert await relay.upstream.wait(lambda before=before: machine.membership.epoch > before, 20)
                 version = await trainer.publish({model_id: Model(2.0) for model_id in models})
-                assert await relay.upstream.wait(lambda version=version: machine.published == version, 20)
+                assert await relay.upstream.wait(lambda version=version: machine.targets.published == version, 20)
                 if models == ("a", "b"):
                     await trainer.shutdown()
-            mark = str(machine.epoch[1]).encode()
+            mark = str(machine.membership.epoch[1]).encode()
             async with asyncio.timeout(20):
                 while not keep.exists() or mark not in keep.read_bytes():  # noqa: ASYNC110 (a thread writes it)
                     await asyncio.sleep(0.05)
