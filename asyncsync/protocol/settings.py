@@ -26,41 +26,24 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes, times in seconds.
+    """Sizes in bytes, times in seconds."""
 
-    Args:
-        eager_bytes: updates up to this size ride in the UPDATE itself. That saves a FETCH: 4 MiB to two workers take
-            four fifths of the time.
-        chunk_bytes: the size of the pieces in which larger updates travel.
-        window_bytes: how much a worker lets the trainer send ahead of what has arrived.
-        ping_interval: between two PINGs to a peer that answers.
-        slow_after: silence that marks a peer as slow.
-        retry_interval: how long to wait before trying again to reach a peer, sending HELLO again, restarting a
-            stalled transfer, or repeating a question. A worker that is not watched is lost if its connection is away
-            for longer.
-        layout_patience: how long a worker that does not answer may hold up a new layout for the others.
-        checksum: whether every payload has a CRC-32.
-        compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
-        delta: the trainer keeps the version before, and sends a worker that has it only what has changed.
-        piece_bytes: the size of the pieces of encoded updates. Each takes milliseconds to encode.
-        page_digests: how many digests a worker sends at once.
-        fast: False switches off the fast path of training loops: UPDATE announces every update, and workers stage it.
-        fanout: over tcp, the trainer sends what many workers need to all of them at once.
-        fanout_least: the trainer sends to fewer workers than this one by one.
-    """
-
+    # Updates up to this size ride in the UPDATE itself. That saves a FETCH: 4 MiB to two workers take four fifths of
+    # the time.
     eager_bytes: int = EAGER_BYTES
-    chunk_bytes: int = 4 << 20
-    window_bytes: int = 32 << 20
-    ping_interval: float = 1.0
-    slow_after: float = 3.0
+    chunk_bytes: int = 4 << 20  # the pieces in which larger updates travel
+    window_bytes: int = 32 << 20  # how much a worker lets the trainer send ahead of what has arrived
+    ping_interval: float = 1.0  # between two PINGs to a peer that answers
+    slow_after: float = 3.0  # silence that marks a peer as slow
+    # How long to wait before trying again to reach a peer, sending HELLO again, restarting a stalled transfer, or
+    # repeating a question. A worker that is not watched is lost if its connection is away for longer.
     retry_interval: float = 5.0
-    layout_patience: float = 5.0
-    checksum: bool = False
-    compress: str = ""
-    delta: bool = False
-    piece_bytes: int = 1 << 20
-    page_digests: int = MAX_DIGESTS
-    fast: bool = True
-    fanout: bool = False
-    fanout_least: int = 3
+    layout_patience: float = 5.0  # a worker that does not answer may hold up a new layout for the others for so long
+    checksum: bool = False  # whether every payload has a CRC-32
+    compress: str = ""  # the codec (asyncsync.weights.encoding) for workers that can decode it; empty: none
+    delta: bool = False  # the trainer keeps the version before, and sends a worker that has it only what has changed
+    piece_bytes: int = 1 << 20  # the pieces of encoded updates. Each takes milliseconds to encode.
+    page_digests: int = MAX_DIGESTS  # how many digests a worker sends at once
+    fast: bool = True  # False switches off the fast path of training loops: UPDATE announces, and workers stage, each
+    fanout: bool = False  # over tcp, the trainer sends what many workers need to all of them at once
+    fanout_least: int = 3  # the trainer sends to fewer workers than this one by one
