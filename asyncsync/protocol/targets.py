@@ -223,8 +223,9 @@ class Targets:
     keeps_bases: bool = False  # whether the slab of a common target keeps the one before it, to send only what differs
     models: dict[str, Model] = field(default_factory=dict)
     pending: dict[int, Publication] = field(default_factory=dict)
-    staged: Publication | None = None  # the one that waits for commit_staged()
-    dropped: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_REJECTIONS))  # the last staged ones that were
+    staged: Publication | None = None  # the one that waits for its commit
+    # The last staged versions that were dropped instead of committed.
+    dropped: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_REJECTIONS))
     version: int = 0  # the last one that a publication was given; it may be pending, or rejected
     published: int = 0  # the newest one that has become a target
     _carried_on_from: int = 0
@@ -254,7 +255,7 @@ class Targets:
         if version is None:
             version = self.version + 1
         else:
-            self._withdraw(version)  # a relay may have got it before, for another model
+            self.withdraw(version)  # a relay may have got it before, for another model
         self.version = max(self.version, version)
         mappings = [slabs for slabs in parts.values() if isinstance(slabs, Mapping)]
         only = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
@@ -271,7 +272,7 @@ class Targets:
                 # The layouts and workers are the same, so a silent worker has kept the older one waiting already.
                 publication.deadline = min(deadline, older.deadline)
                 publication.oldest = min(publication.oldest, older.oldest)
-                self._withdraw(older.version)
+                self.withdraw(older.version)
         for model_id, worker, slab in entries:
             self.models.setdefault(model_id, Model())
             publication.targets.setdefault(model_id, {})[worker] = Target(version, slab.retain(), publication)
@@ -303,23 +304,6 @@ class Targets:
     def is_staged(self, version: int) -> bool:
         return self.staged is not None and self.staged.version == version
 
-    def commit_staged(self) -> None:
-        """Make the staged publication the target, now or when it is accepted."""
-        publication, self.staged = self.staged, None
-        assert publication is not None
-        publication.stages = False
-        if publication.version not in self.pending:
-            self.accept(publication)
-
-    def drop_staged(self) -> int:
-        """Drop the staged publication. Returns its version; 0: there was none."""
-        if self.staged is None:
-            return 0
-        version = self.staged.version
-        self.dropped.append(version)
-        self._withdraw(version)
-        return version
-
     def when_target(self, version: int, then: Callable[[], object]) -> None:
         """Call ``then`` when this version becomes the target: at once if it has; never if it was rejected."""
         if (publication := self.pending.get(version, self.staged if self.is_staged(version) else None)) is not None:
@@ -331,9 +315,9 @@ class Targets:
         """A targeted worker has refused: no worker gets the publication."""
         self._rejections.append((publication, worker, reason))
         del self._rejections[:-KEPT_REJECTIONS]
-        self._withdraw(publication.version)
+        self.withdraw(publication.version)
 
-    def _withdraw(self, version: int) -> None:
+    def withdraw(self, version: int) -> None:
         self._release(self.models, range(version, version + 1))
         self.pending.pop(version, None)
         if self.is_staged(version):
@@ -357,7 +341,7 @@ class Targets:
     def abandon(self, version: int | None, replaced: Replaced) -> None:
         """Take back a version, pending, staged or current; the targets that it has replaced are the targets again."""
         if version is not None:
-            self._withdraw(version)
+            self.withdraw(version)
         for model_id, worker, target in replaced:
             current = self.models[model_id].current
             if worker in current:

@@ -125,10 +125,14 @@ class Trainer:
         ValueError if it is not staged (any more)."""
         self.check_open()
         self.check_staged(version)
+        publication, self.targets.staged = self.targets.staged, None
+        assert publication is not None
+        publication.stages = False
         for peer in (*self.peers.values(), *self.relayed.workers.values()):
             # A worker that failed to stage this version may still apply it.
             peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
-        self.targets.commit_staged()
+        if version not in self.targets.pending:
+            self.targets.accept(publication)
         self._send_due()
 
     def _why_not_staged(self, version: int) -> str:
@@ -149,10 +153,14 @@ class Trainer:
 
     def drop(self) -> None:
         """Drop the staged version, if there is one: no worker gets it."""
-        if version := self.targets.drop_staged():
-            self._end_transfers(version)
-            for peer in self.peers.values():
-                self._send_drop(peer, version)
+        if self.targets.staged is None:
+            return
+        version = self.targets.staged.version
+        self.targets.dropped.append(version)
+        self.targets.withdraw(version)
+        self._end_transfers(version)
+        for peer in self.peers.values():
+            self._send_drop(peer, version)
 
     def _send_drop(self, peer: Peer, version: int) -> None:
         """Send DROP to a worker that may have staged this version. If DROP is lost, PONG shows what it still holds."""

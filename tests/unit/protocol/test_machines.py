@@ -77,7 +77,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "self._release(self.models, range(version, version + 1))", "pass")
+        (Targets, "withdraw", "self._release(self.models, range(version, version + 1))", "pass")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -194,7 +194,7 @@ MUTATIONS = {
     "COMMIT is sent to those who hold something else": [
         (Trainer, "_send_due", "peer.held.get(m) == version", "True"),
     ],
-    "what was dropped is still to come": [(Targets, "drop_staged", "self._withdraw(version)", "pass")],
+    "what was dropped is still to come": [(Trainer, "drop", "self.targets.withdraw(version)", "pass")],
     "DROP does nothing": [
         (Worker, "_on_drop", "if self.held is not None and", "if False and"),
         (Worker, "_on_update", "if self.held is not None and", "if False and"),
