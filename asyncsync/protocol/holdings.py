@@ -73,20 +73,24 @@ class Session:
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
-    def _check(self, model_id: str, layout: Layout) -> SchemaMismatch | None:
+    def _accepts(self, model_id: str, layout: Layout) -> bool:
+        """Whether a layout fits a model; else ``refused`` says why not."""
         known = self.layouts.setdefault(model_id, {})
         try:
             if layout.digest not in known:
                 self._models[model_id].check(layout)
-        except SchemaMismatch as error:
-            return error
         except Exception as error:  # a strategy is the user's code: whatever it raises is a refusal
-            return SchemaMismatch("".join(traceback.format_exception(error)))
+            if not isinstance(error, SchemaMismatch):
+                error = SchemaMismatch("".join(traceback.format_exception(error)))
+            self.refused[model_id], self._refused_layouts[model_id] = error, layout
+            return False
+        self.refused.pop(model_id, None)
+        self._refused_layouts.pop(model_id, None)
         known.pop(layout.digest, None)
         known[layout.digest] = layout
         while len(known) > KEPT_LAYOUTS:
             del known[next(iter(known))]
-        return None
+        return True
 
     def forget(self, model_id: str) -> None:
         for known in (self.layouts, self._refused_layouts, self.refused):
@@ -132,14 +136,10 @@ class Session:
             if model_id not in self._models:
                 continue
             name = "" if nameless else model_id
-            error = self._check(model_id, layout)
-            if error is None:
-                self.refused.pop(model_id, None)
-                self._refused_layouts.pop(model_id, None)
+            if self._accepts(model_id, layout):
                 accepted[name] = layout.digest
             else:
-                self.refused[model_id], self._refused_layouts[model_id] = error, layout
-                text = str(error)[: messages.MAX_TEXT]
+                text = str(self.refused[model_id])[: messages.MAX_TEXT]
                 self.send(messages.Refused(welcome.epoch, name, layout.digest, text, welcome.number))
         # READY goes last, because before a refusal it could complete a publication that the refusal must stop.
         beside = self.identity.is_beside(welcome.pid, welcome.boot, welcome.namespace)
@@ -149,12 +149,7 @@ class Session:
         """Whether this model has refused the trainer's layout, and it fits by now. Then the caller sends HELLO."""
         if model_id not in self.refused or self.ended is not None:
             return False
-        error = self._check(model_id, self._refused_layouts[model_id])
-        if error is not None:
-            self.refused[model_id] = error
-            return False
-        del self.refused[model_id], self._refused_layouts[model_id]
-        return True
+        return self._accepts(model_id, self._refused_layouts[model_id])
 
     def mismatch(self, model_id: str) -> SchemaMismatch | None:
         """Why the trainer's layout does not fit this model; None: it fits, or the trainer serves none (any more)."""

@@ -34,12 +34,11 @@ KEPT_REQUESTS = 8  # per worker, which sends one per second until it gets an ans
 
 @dataclass(slots=True, eq=False)
 class _Relay:
-    """One incarnation of a relay: its workers by index, and the number of its last report; 0: a report of all its
-    workers has still to come. During such a report, ``uncounted`` has the workers that it has not named yet."""
+    """One incarnation of a relay."""
 
-    workers: dict[int, Peer] = field(default_factory=dict)
-    uncounted: set[int] = field(default_factory=set)
-    last_report: int = 0
+    workers: dict[int, Peer] = field(default_factory=dict)  # by index
+    uncounted: set[int] = field(default_factory=set)  # workers that a report of all of them has not named yet
+    last_report: int = 0  # its number; 0: a report of all workers has still to come
     recount_requested: bool = False
 
 
@@ -140,11 +139,11 @@ class RelayedWorkers:
 
     def lose(self, relay: Peer, now: float) -> None:
         """A relay is lost. So are its workers, until a relay reports them again."""
-        if (known := self._relays.get(relay.nonce)) is not None:
-            known.last_report = 0
-            for peer in known.workers.values():
-                if not peer.lost:
-                    self._lose(peer, f"its relay is lost: {relay.lost}", now)
+        known = self._relays.get(relay.nonce, _Relay())
+        known.last_report = 0
+        for peer in known.workers.values():
+            if not peer.lost:
+                self._lose(peer, f"its relay is lost: {relay.lost}", now)
 
     def restart(self) -> None:
         """This sender serves another trainer's versions from now on."""

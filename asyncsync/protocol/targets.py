@@ -326,16 +326,14 @@ class Targets:
     def retain_current(self, models: Iterable[str]) -> Replaced:
         """The current targets of these models, with references of their own, for :meth:`abandon` or
         :meth:`release_retained`."""
-        replaced: Replaced = []
-        for model_id in models:
-            if (model := self.models.get(model_id)) is not None:
-                for worker, target in model.current.items():
-                    target.slab.retain()
-                    replaced.append((model_id, worker, target))
+        known = [model_id for model_id in models if model_id in self.models]
+        replaced = [(m, worker, target) for m in known for worker, target in self.models[m].current.items()]
+        for *_, target in replaced:
+            target.slab.retain()
         return replaced
 
     def release_retained(self, replaced: Replaced) -> None:
-        for _, _, target in replaced:
+        for *_, target in replaced:
             target.slab.release()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:

@@ -661,8 +661,6 @@ class Trainer:
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or not self.settings.fast:
             return None
-        if last.streamed_models:
-            return None  # some workers cannot open what its descriptor names
         model = targets.models.get(model_id)
         current = None if model is None else model.current.get(None)
         if model is None or current is None or current.version != targets.version:

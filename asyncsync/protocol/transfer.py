@@ -101,10 +101,11 @@ class Announcement:
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed, phase)
         self.payload = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
-        # AGAIN can follow what brings all bytes of one part, and nothing else that may differ.
+        # AGAIN can follow what brings all bytes of one part, which every worker can open, and nothing else that may
+        # differ.
         only = announced[0]
-        self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
-        self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
+        self.repeatable = len(announced) == 1 and eager and phase == APPLY and not (values[0] or packed or only.source)
+        self.repeatable = self.repeatable and only.crc is None and only.origin is None and not self.streamed_models
 
 
 class Transfer:
@@ -313,15 +314,8 @@ class IncomingUpdate:
             self.received = max(self.received, self.after_gap.pop(0)[1])
         return True
 
-    def forget_bases(self) -> None:
-        bases, self.bases = self.bases, []
-        for slab in bases:
-            if slab is not None:
-                slab.release()
-
     def release(self) -> None:
-        self.forget_bases()
-        slabs, self.slabs = self.slabs, []
+        slabs, self.slabs, self.bases = [*self.slabs, *filter(None, self.bases)], [], []
         for slab in slabs:
             slab.release()
 

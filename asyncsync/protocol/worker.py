@@ -478,13 +478,11 @@ class Worker:
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
         """Handle a message to many workers at once; to which ones, see :mod:`asyncsync.protocol.membership`."""
-        mine, excluded = self.session.nonce[-messages.NONCE_SUFFIX_BYTES :], cast.excluded
         if cast.since != self.serial:
             return
-        if any(
-            excluded[i : i + messages.NONCE_SUFFIX_BYTES] == mine
-            for i in range(0, len(excluded), messages.NONCE_SUFFIX_BYTES)
-        ):
+        size = messages.NONCE_SUFFIX_BYTES
+        excluded = {cast.excluded[i : i + size] for i in range(0, len(cast.excluded), size)}
+        if self.session.nonce[-size:] in excluded:
             return
         instruction, payload = decode(payload)
         if getattr(instruction, "epoch", None) != cast.epoch:
@@ -563,7 +561,9 @@ class Worker:
 
     def _fetch_without_bases(self, update: IncomingUpdate, now: float) -> None:
         """Fetch the rest without bases, because some code has written into this worker's base."""
-        update.forget_bases()
+        bases, update.bases = update.bases, []
+        for slab in filter(None, bases):
+            slab.release()
         update.restarts += 1
         update.last_progress = now
         self._grant_credit(update)
@@ -588,9 +588,7 @@ class Worker:
             update.gap_requested_to = update.after_gap[0][0]
             restart = update.restarts, update.received
             self.session.send(Fetch(update.epoch, update.serial, *restart, update.gap_requested_to, update.granted))
-        if update.granted == update.total:
-            return
-        if update.granted - update.received <= self.settings.window_bytes // 2:
+        if update.granted < update.total and update.granted - update.received <= self.settings.window_bytes // 2:
             self._grant_credit(update)
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
