@@ -351,7 +351,7 @@ replaced."""
 class Holdings:
     """What the models of one worker hold. All but ``leased`` is by the worker's name for the model."""
 
-    epoch: Epoch | None = None  # the current trainer's; None: there has been none
+    _session: Session
     updates: dict[str, AppliedUpdate] = field(default_factory=dict)  # the newest applied ones
     # The version that failed last, its error, and the error's traceback.
     error: dict[str, tuple[int, Exception, TracebackType | None]] = field(default_factory=dict)
@@ -363,7 +363,7 @@ class Holdings:
     def version(self, model_id: str) -> int:
         """The version that the model holds, of the current epoch; 0: none."""
         update = self.updates.get(model_id)
-        return 0 if update is None or update[0] != self.epoch else update[1]
+        return 0 if update is None or update[0] != self._session.epoch else update[1]
 
     @property
     def versions(self) -> dict[str, int]:
@@ -378,7 +378,7 @@ class Holdings:
                 self._release_failed_slabs(model_id, (staging.epoch, part.version))
             update = self.updates.get(model_id)
             if update is None or (staging.epoch, part.version) > update[:2]:
-                if staging.epoch == self.epoch:
+                if staging.epoch == self._session.epoch:
                     self.error.pop(model_id, None)
                 if update is not None:
                     update[2].release()
@@ -404,12 +404,6 @@ class Holdings:
                 slab.release()
         if newer := [update for update in failed if update[:2] >= since]:
             self.failed_slabs[model_id] = newer
-
-    def adopt_epoch(self, epoch: Epoch | None) -> None:
-        """A new trainer: versions of the old one no longer count. The models keep what they hold."""
-        self.epoch = epoch
-        self.error = {}
-        self.leased = {}  # no trainer writes into the old one's slots
 
     def forget(self, model_id: str) -> None:
         """A new model of this name holds no version yet. The slab of the one that it replaces stays until it does."""

@@ -81,7 +81,7 @@ class Worker:
         self._relaying = relaying or Relaying()
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
-        self.holdings = Holdings()
+        self.holdings = Holdings(session)
         self.incoming: IncomingUpdate | None = None  # the update whose bytes are still coming
         # The parts of it that other processes of the trainer's send, by their numbers.
         self.shares: dict[int, IncomingUpdate] = {}
@@ -133,7 +133,6 @@ class Worker:
     def restore(self, epoch: messages.Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
         """In a relay: begin with these versions, as if they had come. Takes over a reference to each slab."""
         self.session.epoch = epoch
-        self.holdings.adopt_epoch(epoch)
         for model_id, (version, slab) in kept.items():
             self.models[model_id] = Binding(None, WeightStrategy())
             self.holdings.updates[model_id] = (epoch, version, slab)
@@ -385,7 +384,8 @@ class Worker:
         self._drop_incoming()
         self._abandon_held()
         self.staged.abandon()
-        self.holdings.adopt_epoch(self.session.epoch)
+        self.holdings.error = {}
+        self.holdings.leased = {}  # no trainer writes into the old one's slots
         self.serial, self.failure = 0, None  # the new trainer's serials start again
         self.targets = {}
         self.open_question, self._answer, self._last_question = None, None, 0
