@@ -281,23 +281,22 @@ class IncomingUpdate:
     def complete(self) -> bool:
         return self.received == self.total and not self.fetching
 
-    def expects(self, part: int, offset: int, size: int) -> bool:
-        """Whether these bytes of a part are the next ones; False if they have come already, or bytes before them are
-        missing. Raises ProtocolError if the part has no such bytes."""
+    def position(self, part: int, offset: int, size: int) -> int:
+        """Where these bytes of a part begin if the parts are laid end to end. Raises ProtocolError if the part has no
+        such bytes."""
         if part >= len(self.parts) or offset + size > self.parts[part].streamed:
             raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
-        return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
+        return self._ends[part] - self.parts[part].streamed + offset
 
     def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
         """Write a piece into its slab. False if it has come already, or bytes before it are missing and it cannot be
-        kept behind the gap. Raises ProtocolError, with nothing written, like :meth:`expects`, and if its checksum is
+        kept behind the gap. Raises ProtocolError, with nothing written, like :meth:`position`, and if its checksum is
         wrong."""
-        expected = self.expects(part, offset, len(data))
+        start = self.position(part, offset, len(data))
+        stop = start + len(data)
         if crc is not None and zlib.crc32(data) != crc:
             raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
-        start = self._ends[part] - self.parts[part].streamed + offset
-        stop = start + len(data)
-        if not expected and not self.pushed:
+        if start != self.received and not self.pushed:
             return False
         # Pushed pieces and those that fill a gap are cut at different places, so they may overlap.
         is_after_gap = start > self.received

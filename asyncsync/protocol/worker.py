@@ -464,11 +464,8 @@ class Worker:
     def _on_drop(self, drop: messages.Drop) -> None:
         if self.held is not None and drop.version in self.held.versions.values():
             self._abandon_held()
-        if (
-            self.incoming is not None
-            and self.incoming.phase == messages.STAGE
-            and drop.version == self.incoming.parts[0].version
-        ):
+        update = self.incoming
+        if update is not None and update.phase == messages.STAGE and drop.version == update.parts[0].version:
             self._drop_incoming()
 
     def _abandon_held(self) -> None:
@@ -540,7 +537,7 @@ class Worker:
         if not chunk.size:
             self._write(update, chunk.part, chunk.offset, frame, chunk.crc, len(frame), now)
             return
-        if not update.expects(chunk.part, chunk.offset, chunk.size):
+        if update.position(chunk.part, chunk.offset, chunk.size) != update.received:
             return
         base = None
         if chunk.base is not None:
