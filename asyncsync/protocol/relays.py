@@ -77,7 +77,7 @@ class RelayedWorkers:
             known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one count
             self._choose_record(worker)
         known.uncounted.difference_update(gone)
-        self.changed.update(gone, [one.worker for one in report.workers])
+        self.changed.update([one.worker for one in report.workers])
 
     def request_missing(self, relay: Peer, number: int) -> None:
         """A relay has sent reports up to this number. Request a recount if one of them has not come."""

@@ -335,6 +335,8 @@ def test_an_update_or_again_with_a_descriptor_is_fetched_into_the_slab(station: 
         assert not station.take()
         serial, index, part, slab = station.machine.fetches.popleft()
         assert (serial, index, part.descriptor) == (version, 0, b"%d" % version)
+        station.pass_time(10 * RETRY)
+        assert not station.take(messages.Fetch), "only pieces can stall"
         slab.memory[:] = content_of(version)
         station.machine.fetched(serial, index, slab, None, station.now)
         station.apply()
