@@ -51,7 +51,7 @@ class Session:
     refused: dict[str, SchemaMismatch] = field(default_factory=dict)  # why a layout does not fit, until one does
     layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # per model, by digest: the last few that fit
     next_hello: float = 0.0
-    _refused_layouts: dict[str, Layout] = field(default_factory=dict)
+    refused_layouts: dict[str, Layout] = field(default_factory=dict)
     _nameless: bool = False  # the trainer's only model has no model_id, this worker's only one has
     _hello_delay: float = FIRST_HELLO_RETRY
     _ping: int = 0  # the number of the last request
@@ -73,7 +73,7 @@ class Session:
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
-    def _accepts(self, model_id: str, layout: Layout) -> bool:
+    def accepts(self, model_id: str, layout: Layout) -> bool:
         """Whether a layout fits a model; else ``refused`` says why not."""
         known = self.layouts.setdefault(model_id, {})
         try:
@@ -82,10 +82,10 @@ class Session:
         except Exception as error:  # a strategy is the user's code: whatever it raises is a refusal
             if not isinstance(error, SchemaMismatch):
                 error = SchemaMismatch("".join(traceback.format_exception(error)))
-            self.refused[model_id], self._refused_layouts[model_id] = error, layout
+            self.refused[model_id], self.refused_layouts[model_id] = error, layout
             return False
         self.refused.pop(model_id, None)
-        self._refused_layouts.pop(model_id, None)
+        self.refused_layouts.pop(model_id, None)
         known.pop(layout.digest, None)
         known[layout.digest] = layout
         while len(known) > KEPT_LAYOUTS:
@@ -93,7 +93,7 @@ class Session:
         return True
 
     def forget(self, model_id: str) -> None:
-        for known in (self.layouts, self._refused_layouts, self.refused):
+        for known in (self.layouts, self.refused_layouts, self.refused):
             known.pop(model_id, None)
 
     # -- HELLO and WELCOME ------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Session:
         found = {m: Layout.decode(next(frames), digest) for m, digest in served.items() if digest}
         if welcome.epoch != self.epoch:
             self.epoch = welcome.epoch
-            self.refused, self._refused_layouts = {}, {}
+            self.refused, self.refused_layouts = {}, {}
         self._nameless = nameless
         self.trainer = welcome
         self.served = served
@@ -136,7 +136,7 @@ class Session:
             if model_id not in self._models:
                 continue
             name = "" if nameless else model_id
-            if self._accepts(model_id, layout):
+            if self.accepts(model_id, layout):
                 accepted[name] = layout.digest
             else:
                 text = str(self.refused[model_id])[: messages.MAX_TEXT]
@@ -144,12 +144,6 @@ class Session:
         # READY goes last, because before a refusal it could complete a publication that the refusal must stop.
         beside = self.identity.is_beside(welcome.pid, welcome.boot, welcome.namespace)
         self.send(messages.Ready(welcome.epoch, accepted, not beside or self._memory.opens(welcome.pid)))
-
-    def fits_by_now(self, model_id: str) -> bool:
-        """Whether this model has refused the trainer's layout, and it fits by now. Then the caller sends HELLO."""
-        if model_id not in self.refused or self.ended is not None:
-            return False
-        return self._accepts(model_id, self._refused_layouts[model_id])
 
     def mismatch(self, model_id: str) -> SchemaMismatch | None:
         """Why the trainer's layout does not fit this model; None: it fits, or the trainer serves none (any more)."""

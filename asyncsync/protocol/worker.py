@@ -139,7 +139,9 @@ class Worker:
 
     def check_again(self, model_id: str, now: float) -> None:
         """If this model has refused the trainer's layout, and it fits by now, have the trainer show it again."""
-        if self.session.fits_by_now(model_id):
+        session = self.session
+        layout = session.refused_layouts.get(model_id)
+        if layout is not None and session.ended is None and session.accepts(model_id, layout):
             self.end_fast_path()
             self._hello(now)
 
