@@ -121,7 +121,7 @@ MUTATIONS = {
         (Membership, "receive_hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
     "a trainer whose clock has gone back stays behind": [
-        (Trainer, "_on_hello", "self.membership.begin_epoch((hello.epoch[0] + 1, self.epoch[1]))", "pass")
+        (Trainer, "_on_hello", "self.membership.begin_epoch((hello.epoch[0] + 1, self.membership.epoch[1]))", "pass")
     ],
     "missing chunks are not asked for again": [
         (Worker, "tick", "update.received == update.total or now < update.last_progress + longest", "True")
