@@ -219,7 +219,7 @@ async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     impatient(second)
     await second.connect()
     assert receiver.model.value == 5
-    assert receiver.bus._link.machine.session.epoch == second.bus._link.end_fast_path().epoch > epoch
+    assert receiver.bus._link.machine.session.epoch == second.bus._link.end_fast_path().membership.epoch > epoch
     assert await second.send_async(second.model.fill(6)) == 2
     assert receiver.model.value == 6
 

@@ -97,7 +97,7 @@ async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) ->
 
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await connected(schemes)
-    epoch = sender.bus._link.end_fast_path().epoch
+    epoch = sender.bus._link.end_fast_path().membership.epoch
     packets = [
         b"\x00",
         b"\x02\xff\xff\xff\xff",

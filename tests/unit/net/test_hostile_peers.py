@@ -160,7 +160,9 @@ async def test_garbage_from_strangers_is_counted_and_disturbs_nobody(
     caplog.set_level(logging.DEBUG, "asyncsync")
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
     wrong = malformed()
-    strangers = [[codec.encode(i)] for i in out_of_place(sender.bus._link.end_fast_path().epoch, sender.version)]
+    strangers = [
+        [codec.encode(i)] for i in out_of_place(sender.bus._link.end_fast_path().membership.epoch, sender.version)
+    ]
     part = messages.Part("policy", 1, NONCE, 4)  # what only a trainer sends
     strangers += [[codec.encode(messages.Update(EPOCH, 1, True, (part,))), b"", b"abcd"]]
     strangers += [[codec.encode(messages.Again(EPOCH, 2, 1, 2, None)), b"abcd"]]
@@ -189,7 +191,7 @@ async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_onl
     connecting = [asyncio.create_task(r.connect()) for r in receivers]
     await eventually(lambda: sender.bus._link is not None or not connecting[0].done())
     await asyncio.gather(sender.connect(), *connecting)
-    epoch = sender.bus._link.end_fast_path().epoch
+    epoch = sender.bus._link.end_fast_path().membership.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.send(codec.encode(hello(7)))
@@ -216,7 +218,7 @@ async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: 
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
     layout = next(iter(sender.bus._link._source_caches.values())).layout
-    epoch = sender.bus._link.end_fast_path().epoch
+    epoch = sender.bus._link.end_fast_path().membership.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.rcvhwm = 1
@@ -251,13 +253,15 @@ async def test_an_epoch_that_cannot_be_is_malformed_and_the_highest_leaves_room_
             fields[-2] = absurd
             dealer.send(msgpack.packb(fields))
             await eventually(
-                lambda n=count: sum(sender.bus.dropped.values()) == n, why=lambda: link.end_fast_path().epoch
+                lambda n=count: sum(sender.bus.dropped.values()) == n, why=lambda: link.end_fast_path().membership.epoch
             )
         if not started:
             dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 2, 0))))
-            await eventually(lambda: link.end_fast_path().epoch[0] == (1 << 63) - 1)
+            await eventually(lambda: link.end_fast_path().membership.epoch[0] == (1 << 63) - 1)
             dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
-            await eventually(lambda: sum(sender.bus.dropped.values()) == 3, why=lambda: link.end_fast_path().epoch)
+            await eventually(
+                lambda: sum(sender.bus.dropped.values()) == 3, why=lambda: link.end_fast_path().membership.epoch
+            )
     await receiver.connect(timeout=10)
     await connecting
     assert await sender.send_async(sender.model.fill(3)) == sender.version
