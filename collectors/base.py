@@ -47,6 +47,16 @@ def _delegated(path: str, doc: str = "The argument of this name, as it is used."
     return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
 
 
+def _hook(name: str, doc: str) -> Any:
+    """The property of a hook. Setting it sets the hook in the workers, too."""
+
+    def set_hook(self: BaseCollector, hook: PreHook | PostHook | None) -> None:
+        self._set_in_workers(name, hook)
+        setattr(self, f"_{name}", hook)
+
+    return property(attrgetter(f"_{name}"), set_hook, doc=doc)
+
+
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
@@ -167,8 +177,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     ) -> None:
         super().__init__()
         self.closed = False
-        self._pre_collect_hook = pre_collect_hook
-        self._post_collect_hook = post_collect_hook
+        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._worker_idx = worker_idx
 
     def __class_getitem__(cls, item: Any) -> GenericAlias:
@@ -297,26 +306,14 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        """Called before each rollout, in the process that rolls out. If it raises, collection ends."""
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._set_in_workers("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before the caller gets it, in the process that rolls out. If it raises, collection
-        ends."""
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._set_in_workers("post_hook", hook)
-        self._post_collect_hook = hook
+    pre_collect_hook = _hook(
+        "pre_hook", "Called before each rollout, in the process that rolls out. If it raises, collection ends."
+    )
+    post_collect_hook = _hook(
+        "post_hook",
+        "Called with each batch before the caller gets it, in the process that rolls out. If it raises, collection "
+        "ends.",
+    )
 
     def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
         """Set this hook in the workers, if there are any."""
