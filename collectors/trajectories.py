@@ -146,7 +146,11 @@ def split_trajectories(
     mask_key = (*ids_key[:-1], "mask")
     ids = batch.get(ids_key, None)
     if ids is None:
-        ids = _ids_of(batch, ("next", *path_of(done_key or "done")))
+        # Count the ends before each step, along time and from row to row. The end of a row ends its trajectory.
+        done = batch["next", *path_of(done_key or "done")]
+        ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
+        ends[..., -1] = True
+        ids = (ends.flatten().cumsum(0) - ends.flatten().long()).reshape(ends.shape)
         batch.set(ids_key, ids)
     valid = batch.get(mask_key, None)
     is_padded = valid is not None and not bool(valid.all())
@@ -160,15 +164,6 @@ def split_trajectories(
     return padded(flat, lengths)
 
 
-def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
-    """New identifiers, counted along time and from row to row."""
-    done = batch[done_key]
-    ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
-    ends[..., -1] = True  # the end of a row ends its trajectory
-    before: torch.Tensor = ends.flatten().cumsum(0) - ends.flatten().long()
-    return before.reshape(ends.shape)
-
-
 def _is_plain(flat: TensorDictBase) -> bool:
     return type(flat) is TensorDict and all(
         isinstance(value, torch.Tensor) or _is_plain(value) for value in flat.values()
@@ -180,12 +175,10 @@ def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
     longest = max(lengths)
     if not _is_plain(flat):
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
-
-    def together(value: torch.Tensor) -> torch.Tensor:  # instead of one small TensorDict per trajectory
-        return pad_sequence([*torch.split(value, lengths)], batch_first=True)
-
-    # apply() drops dimension names, as a stack of padded rows would.
-    stacked: TensorDictBase = flat.apply(together, batch_size=[len(lengths), longest])
+    # Tensor by tensor, instead of one small TensorDict per trajectory. As a stack of them, this drops dimension names.
+    stacked: TensorDictBase = flat.apply(
+        lambda value: pad_sequence([*torch.split(value, lengths)], batch_first=True), batch_size=[len(lengths), longest]
+    )
     return stacked
 
 
@@ -249,8 +242,7 @@ class WholeTrajectories:
             state = self._state
             begun, ended, taken = dict(state.begun), list(state.ended), state.taken + 1
             broken = {n: last for n, last in state.broken.items() if last >= taken - REMEMBERED_ROLLOUTS}
-            for number, piece in found:
-                is_over = _has_ended(piece)
+            for number, piece, is_over in found:
                 if broken.pop(number, None) is not None:
                     if not is_over:
                         broken[number] = taken
@@ -331,8 +323,9 @@ def check_trajectories(**given: Any) -> WholeTrajectories | None:
     return WholeTrajectories(1, most, is_padded=False, ends_early=ends_early)
 
 
-def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
-    """Each trajectory's identifier and frames. They are copied, so that the next rollout may reuse the memory."""
+def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase, bool]]:
+    """Of each trajectory: its identifier; its frames, copied so that the next rollout may reuse the memory; and whether
+    the last of them ends it."""
     if rollout.ndim > 1:
         for row in rollout.unbind(0):
             yield from _pieces(row)
@@ -342,18 +335,14 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
         raise KeyError(f"trajs_per_batch needs {IDS} in every rollout: postproc must not remove it")
     numbers, lengths = ids.unique_consecutive(return_counts=True)
     for number, frames in zip(numbers.tolist(), rollout.split(lengths.tolist(), 0), strict=True):
-        if number >= 0:
-            yield number, frames.clone()
-
-
-def _has_ended(piece: TensorDictBase) -> bool:
-    """Whether the last frame of this piece ends the trajectory."""
-    after = piece.get("next", None)
-    flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
-    if not flags:
-        raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
-    own = [key for key in flags if isinstance(key, str)]  # if there are none: the flags of several agents
-    return any(bool(after.get(key)[-1].any()) for key in own or flags)
+        if number < 0:
+            continue
+        after = frames.get("next", None)
+        flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
+        if not flags:
+            raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
+        own = [key for key in flags if isinstance(key, str)]  # if there are none: the flags of several agents
+        yield number, frames.clone(), any(bool(after.get(key)[-1].any()) for key in own or flags)
 
 
 def _concatenated(pieces: list[TensorDictBase]) -> TensorDictBase:
