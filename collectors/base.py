@@ -18,7 +18,6 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Protocol, Self
 
-import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
@@ -169,7 +168,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _newest_index: Any  # of the newest batch; -1: there was none
     _profile_config: ProfileConfig | None = None
     background_error: BaseException | None = None  # the error that ended background collection, until it is raised
-    _num_calls: Any = None  # how many calls map_fn makes. None: one per given list entry
+    num_workers: int  # only of a collector with workers
     _has_fixed_batches = True  # False: a batch has a number of trajectories, of any length
 
     def __init__(
@@ -426,7 +425,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             Exception: a call raised it.
         """
         lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
-        count = self._num_calls or max(lengths, default=1)
+        count = self.num_workers if self.acts_elsewhere else max(lengths, default=1)
         if any(length != count for length in lengths):
             found = " and ".join(map(str, lengths))
             raise ValueError(f"list_of_args and list_of_kwargs need {count} entries each, but they have {found}")
@@ -593,8 +592,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     @abstractmethod
     def end_waits(self, timeout: float, close_env: bool) -> None: ...
 
+    # What the program reports to the trainer, as a WorkerInfo.
     @abstractmethod
-    def policy_devices(self) -> set[torch.device]: ...
-
-    def batch_dims(self) -> int | None:
-        return None  # it has no environment of its own
+    def worker_info(self) -> Any: ...

@@ -42,6 +42,7 @@ from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.collectors.workers.control_page import page_at
+from asyncsync.collectors.workers.worker import WorkerInfo
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
@@ -231,10 +232,6 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         is_ready = self._trajectories is not None and self._trajectories.is_ready
         return self._has_all_frames and self._pending is None and not is_ready
 
-    def _means_end(self, batch: TensorDictBase | None) -> bool:
-        """Whether this result means that there are no more batches. With a replay buffer, every result is None."""
-        return batch is None and self._arguments.replay_buffer is None
-
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._exhausted:
             if (pending := self._pending) is None:
@@ -245,7 +242,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 self._pending = None
                 found = [pending.result()]
             del pending
-            if self._means_end(found[0]):
+            if found[0] is None and self._arguments.replay_buffer is None:  # with a buffer, every result is None
                 return
             yield found.pop()  # keep no reference, so that the memory is free when the user drops the batch
 
@@ -260,7 +257,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             await until_done_async(pending)
             if self._pending is pending:
                 self._pending = None
-                if self._means_end(batch := pending.result()):
+                batch = pending.result()
+                if batch is None and self._arguments.replay_buffer is None:
                     break
                 return batch
         raise StopAsyncIteration
@@ -336,12 +334,10 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         if self._profiler is not None:
             self._profiler.stop()
 
-    def policy_devices(self) -> set[torch.device]:
+    def worker_info(self) -> WorkerInfo:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
-        return {own or self.policy_device or self.env_device or torch.device("cpu")}
-
-    def batch_dims(self) -> int | None:
-        return len(self._rollouts.batch_size)
+        device = own or self.policy_device or self.env_device or torch.device("cpu")
+        return WorkerInfo(self.requested_frames_per_batch, len(self._rollouts.batch_size), {device})
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
