@@ -22,8 +22,6 @@ from asyncsync.collectors.arguments import (
     Devices,
     Interruptor,
     check_callable,
-    check_choice,
-    check_factories,
     check_schemes,
     frames_or_none,
     whole_number,
@@ -320,32 +318,3 @@ def class_of_backend(name: str) -> Callable[..., Any]:
     module, _, kind = BACKENDS[name].partition(":")
     found: Callable[..., Any] = getattr(import_module(f"asyncsync.collectors.{module}"), kind)
     return found
-
-
-def chosen_collector(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The collector that the options of a call of ``Collector`` choose; None: a collector in this process. Raises
-    TypeError, ValueError: options exclude each other."""
-    backend, given, count, sync = (kwargs.pop(name, None) for name in CHOOSING_OPTIONS)
-    if backend is None:
-        backend = "direct" if count is None else "process"
-    check_choice("backend", backend, ("direct", *BACKENDS))
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
-    options = dict(given or {})
-    own = {*CHOOSING_OPTIONS, "num_workers", *kwargs, *("create_env_fn", "policy")[: len(args)]}
-    if twice := sorted(options.keys() & own):
-        where = "arguments of Collector itself (num_workers as num_collectors=)"
-        raise ValueError(f"backend_options has {twice}, {where}: give each once, there")
-    if backend == "direct":
-        if count not in (None, 1):
-            raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")
-        if sync is not None:
-            raise TypeError("sync= needs workers: also pass num_collectors=n, or leave sync out")
-        if options:
-            raise ValueError(f"backend_options={sorted(options)} need a collector with workers: use backend='process'")
-        return None
-    if not isinstance(sync, bool | None):
-        raise TypeError(f"sync must be True or False, not {sync!r}")
-    factories, *others = args or (kwargs.pop("create_env_fn", None),)
-    factories = check_factories(factories, count, "num_collectors", 1)
-    return class_of_backend(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

@@ -28,13 +28,15 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     DEVICES,
     RolloutArguments,
+    check_choice,
     check_devices,
+    check_factories,
     check_policy,
     check_policy_factory,
 )
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, chosen_collector
+from asyncsync.collectors.options import BACKENDS, CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, class_of_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
@@ -77,7 +79,34 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return chosen_collector(args, kwargs) if cls is Collector else None  # a subclass makes its own objects
+        if cls is not Collector:
+            return None  # a subclass makes its own objects
+        backend, given, count, sync = (kwargs.pop(name, None) for name in CHOOSING_OPTIONS)
+        if backend is None:
+            backend = "direct" if count is None else "process"
+        check_choice("backend", backend, ("direct", *BACKENDS))
+        if not isinstance(given, Mapping | None):
+            raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
+        options = dict(given or {})
+        own = {*CHOOSING_OPTIONS, "num_workers", *kwargs, *("create_env_fn", "policy")[: len(args)]}
+        if twice := sorted(options.keys() & own):
+            where = "arguments of Collector itself (num_workers as num_collectors=)"
+            raise ValueError(f"backend_options has {twice}, {where}: give each once, there")
+        if backend == "direct":
+            if count not in (None, 1):
+                raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")
+            if sync is not None:
+                raise TypeError("sync= needs workers: also pass num_collectors=n, or leave sync out")
+            if options:
+                raise ValueError(
+                    f"backend_options={sorted(options)} need a collector with workers: use backend='process'"
+                )
+            return None
+        if not isinstance(sync, bool | None):
+            raise TypeError(f"sync must be True or False, not {sync!r}")
+        factories, *others = args or (kwargs.pop("create_env_fn", None),)
+        factories = check_factories(factories, count, "num_collectors", 1)
+        return class_of_backend(backend)(factories, *others, sync=bool(sync), **options, **kwargs)
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorOptions]) -> None:
