@@ -65,19 +65,16 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raises ValueError: the value is none of the choices."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raises TypeError: the value is neither None nor callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, not {value!r}")
 
 
 def check_schemes(name: str, schemes: Any) -> None:
-    """Raises TypeError: the schemes are not in a dict."""
     if schemes is not None and not isinstance(schemes, Mapping):
         kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
         raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
@@ -199,7 +196,6 @@ def is_list(value: Any) -> bool:
 
 
 def check_length(name: str, values: Any, count: int) -> None:
-    """Raises ValueError: there is not one value per worker."""
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker")
 
@@ -211,17 +207,17 @@ def per_worker(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def check_devices(devices: Mapping[str, Devices], *, of_workers: bool = False) -> None:
+def check_devices(devices: Mapping[str, Any], *, of_workers: bool = False) -> None:
     """Check devices, given by the names of their arguments, without initialising one. ``of_workers``: allow lists.
     Raises TypeError: a value is no device; ValueError: this machine does not have the device."""
     for name, given in devices.items():
-        if of_workers and isinstance(given, Sequence) and not isinstance(given, str):
+        if of_workers and is_list(given):
             check_devices({f"{name}[{index}]": one for index, one in enumerate(given)}, of_workers=True)
             continue
         if given is None:
             continue
         try:
-            device = torch.device(given)  # type: ignore[arg-type]
+            device = torch.device(given)
         except (RuntimeError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{name}={given!r} is not a device of this machine: {error}") from error

@@ -457,28 +457,13 @@ class EpisodeCollector(Collector):
     """Steps whole episodes, with the policy in evaluation mode. ``evaluation``: the options that the worker uses;
     ``frames_per_batch``: environment steps between two checks for finished episodes."""
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        evaluation: Mapping[str, Any],
-        policy_factory: Callable[..., Any] | None = None,
-        frames_per_batch: int,
-        create_env_kwargs: Mapping[str, Any] | None = None,
-        **arguments: Any,
-    ) -> None:
-        env = environments.make_environment(create_env_fn, create_env_kwargs)
-        if policy_factory is not None and not accepts(policy_factory):
-            policy_factory = partial(policy_factory, env)
+    def __init__(self, create_env_fn: Any, *, evaluation: Mapping[str, Any], **arguments: Any) -> None:
         self._options = evaluation
-        super().__init__(
-            lambda: env,
-            policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch * environments.batch_size_of(env).numel(),
-            **arguments,
-        )
+        env = environments.make_environment(create_env_fn, arguments.pop("create_env_kwargs"))
+        if (factory := arguments["policy_factory"]) is not None and not accepts(factory):
+            arguments["policy_factory"] = partial(factory, env)
+        arguments["frames_per_batch"] *= environments.batch_size_of(env).numel()
+        super().__init__(lambda: env, **arguments)
         self._rollouts.policy.train(False)
 
     def evaluate(self, step: int) -> dict[str, Any]:
