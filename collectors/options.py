@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from inspect import Signature, signature
 from typing import Annotated, Any, Required, TypedDict
 
@@ -284,13 +283,13 @@ class MultiOptions(LocalOptions, total=False):
 # -- options that choose the class -------------------------------------------------------------------------------------
 
 BACKENDS = {
-    "process": "multi.collector:MultiCollector",
-    "ray": "distributed:RayCollector",
-    "rpc": "distributed:RPCCollector",
-    "distributed": "distributed:DistributedCollector",
-    "submitit": "distributed:DistributedCollector",  # its default launcher
+    "process": "asyncsync.collectors.multi.collector:MultiCollector",
+    "ray": "asyncsync.collectors.distributed:RayCollector",
+    "rpc": "asyncsync.collectors.distributed:RPCCollector",
+    "distributed": "asyncsync.collectors.distributed:DistributedCollector",
+    "submitit": "asyncsync.collectors.distributed:DistributedCollector",  # its default launcher
 }
-"""The class that ``Collector(backend=…)`` makes."""
+"""The class that ``Collector(backend=…)`` makes. Resolved when used, because its module imports this one."""
 
 CHOOSING_OPTIONS = ("backend", "backend_options", "num_collectors", "sync")
 """The options of ``Collector`` that choose another class."""
@@ -311,10 +310,3 @@ class ChoosingMeta(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen = cls._choose(args, kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs) if chosen is None else chosen
-
-
-def class_of_backend(name: str) -> Callable[..., Any]:
-    """The collector class of this backend. Imported when used, because it imports this module itself."""
-    module, _, kind = BACKENDS[name].partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"asyncsync.collectors.{module}"), kind)
-    return found

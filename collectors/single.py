@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Unpack
 
 import torch
@@ -36,7 +37,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import BACKENDS, CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, class_of_backend
+from asyncsync.collectors.options import BACKENDS, CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
@@ -106,7 +107,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             raise TypeError(f"sync must be True or False, not {sync!r}")
         factories, *others = args or (kwargs.pop("create_env_fn", None),)
         factories = check_factories(factories, count, "num_collectors", 1)
-        return class_of_backend(backend)(factories, *others, sync=bool(sync), **options, **kwargs)
+        return resolve_name(BACKENDS[backend])(factories, *others, sync=bool(sync), **options, **kwargs)
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorOptions]) -> None:
@@ -209,9 +210,6 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             self.shutdown()
             raise
 
-    def _next_batch(self) -> TensorDictBase | None:
-        return self._lock.run_rollout(self._collect_batch)
-
     def _collect_batch(self) -> TensorDictBase | None:
         """Roll out until there is a batch for the caller. None: the frames went into the replay buffer, or all frames
         are collected and too few trajectories have ended."""
@@ -264,7 +262,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._exhausted:
             if (pending := self._pending) is None:
-                found = [self._next_batch()]
+                found = [self._lock.run_rollout(self._collect_batch)]
             else:
                 self._check_can_wait()  # a cancelled `async for` left this batch
                 until_done(pending)
@@ -281,7 +279,8 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             self._check_can_wait()
             if self._pending is None:
                 self._check_open()  # after shutdown(), call() would start the thread anew
-                self._pending = self._thread.submit_concurrent(self._next_batch)
+                roll_out = partial(self._lock.run_rollout, self._collect_batch)
+                self._pending = self._thread.submit_concurrent(roll_out)
             pending = self._pending
             await until_done_async(pending)
             if self._pending is pending:
@@ -339,7 +338,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         rollouts.random = random
         before = rollouts.frames
         if writes:
-            self._next_batch()
+            self._lock.run_rollout(self._collect_batch)
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
@@ -373,7 +372,9 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         with self._lock.between_steps(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
-            self._reset(None, {})
+            self._rollouts.reset()
+            if self._trajectories is not None:
+                self._trajectories.clear()
             return following
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
@@ -389,15 +390,12 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             AckTimeout: the current step did not end within 60 s.
         """
         with self._lock.between_steps(ANSWER_SECONDS):
-            self._reset(index, kwargs)
-
-    def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
-        broken_off = self._rollouts.reset(index, kwargs)
-        if self._trajectories is not None:
-            if index is None:
-                self._trajectories.clear()
-            else:
-                self._trajectories.break_off(broken_off)
+            broken_off = self._rollouts.reset(index, kwargs)
+            if self._trajectories is not None:
+                if index is None:
+                    self._trajectories.clear()
+                else:
+                    self._trajectories.break_off(broken_off)
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         with self._lock.between_steps(timeout):

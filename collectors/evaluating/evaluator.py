@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Annotated, Any, Self, TypedDict, Unpack
 
 import torch
@@ -34,7 +35,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import InitFn, class_of_backend
+from asyncsync.collectors.options import BACKENDS, InitFn
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padded, path_of
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -153,7 +154,7 @@ class Evaluator(Lifetime):
         self._busy_policy = options["busy_policy"]
         self._steps = 0
         of_worker = {name: value for name, value in options.items() if name in WORKER_OPTIONS}
-        self._collector = class_of_backend(options["backend"])(
+        self._collector = resolve_name(BACKENDS[options["backend"]])(
             [env],
             policy,
             policy_factory=policy_factory,
