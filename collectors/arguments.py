@@ -81,7 +81,6 @@ def check_schemes(name: str, schemes: Any) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """Raises TypeError: this is no policy, but a list, a class or a factory of policies."""
     if isinstance(policy, list | tuple):
         raise TypeError(
             f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker its own, pass "
@@ -90,12 +89,11 @@ def check_policy(policy: Any) -> None:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if isinstance(policy, type):
         raise TypeError(f"policy is the class {name}: pass an instance of it. Did you mean policy_factory={name}?")
-    if callable(policy) and not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
+    if not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
         raise TypeError(f"policy is {name}(), which takes no observations. Did you mean policy_factory={name}?")
 
 
 def check_policy_factory(name: str, factory: Any) -> None:
-    """Raises TypeError: the factory is not callable, or is itself a policy."""
     kind = type(factory).__name__
     if factory is not None and not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {kind}")

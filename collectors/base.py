@@ -128,7 +128,7 @@ class Lifetime(ABC):
             await run_in_thread("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
-                await run_in_thread("asyncsync-collector-end", one.shutdown)
+                await one.shutdown_elsewhere()
             raise
         return made[0]
 

@@ -21,6 +21,7 @@ from asyncsync.collectors.arguments import (
     Devices,
     Interruptor,
     check_callable,
+    check_choice,
     check_schemes,
     frames_or_none,
     whole_number,
@@ -208,7 +209,7 @@ class LocalOptions(RolloutOptions, ActingOptions, total=False):
     max_lag: Annotated[int | None, Option(check=partial(whole_number, least=0))]
     traj_pool: _TrajectoryPool | None
     trajs_per_write: int | None
-    traj_format: str | None
+    traj_format: Annotated[str | None, Option(check=partial(check_choice, choices=("padded", "cat")))]
     compact_obs: Annotated[bool, Option(False)]
     use_buffers: Annotated[bool | None, Option(check=_check_switch)]
     reset_when_done: Annotated[bool, Option(True, _check_reset)]

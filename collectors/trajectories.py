@@ -159,9 +159,7 @@ def split_trajectories(
     if not is_padded and set(lengths) == {ids.shape[-1]}:
         batch.set(mask_key, torch.ones(batch.shape, device=batch.device, dtype=torch.bool))
         return batch.unsqueeze(0) if batch.ndim == 1 else batch
-    flat = batch[valid] if is_padded else batch.reshape(-1)
-    flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
-    return padded(flat, lengths)
+    return padded(batch[valid] if is_padded else batch.reshape(-1), lengths, mask_key)
 
 
 def _is_plain(flat: TensorDictBase) -> bool:
@@ -170,8 +168,10 @@ def _is_plain(flat: TensorDictBase) -> bool:
     )
 
 
-def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
-    """Trajectories that lie one after another in ``flat``, as ``[trajectories, longest]``, zero-padded."""
+def padded(flat: TensorDictBase, lengths: list[int], mask_key: Key = MASK) -> TensorDictBase:
+    """Trajectories that lie one after another in ``flat``, as ``[trajectories, longest]``, zero-padded, with a mask:
+    True on steps. This adds the mask to ``flat``, too."""
+    flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
     longest = max(lengths)
     if not _is_plain(flat):
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
@@ -268,7 +268,6 @@ class WholeTrajectories:
             chosen = ended[: self._max_popped]
             batch = _concatenated(chosen)
             if self._is_padded:
-                batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
             self._state = self._state._replace(ended=ended[self._max_popped :])
         return batch
@@ -299,8 +298,6 @@ def check_trajectories(**given: Any) -> WholeTrajectories | None:
     """The :class:`WholeTrajectories` for a collector with these options; None: ``trajs_per_batch`` is None. Raises
     TypeError, ValueError: options exclude each other."""
     count, most, layout = given["trajs_per_batch"], given["trajs_per_write"], given["traj_format"]
-    if layout not in (None, "padded", "cat"):
-        raise ValueError(f"traj_format must be 'padded' or 'cat', not {layout!r}")
     for name in ("split_trajs", "trajs_per_batch"):
         if given[name] and not given["track_traj_ids"]:
             raise ValueError(f"{name} needs track_traj_ids=True, because it finds trajectories by their ids")

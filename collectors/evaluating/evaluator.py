@@ -334,11 +334,10 @@ class Evaluator(Lifetime):
             )
 
     async def _wait_until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
-        waiting = partial(self._group.until, met, timeout)
         if blocking:
-            loop_thread.run(waiting)
+            self._group.wait(met, timeout)
         else:
-            await loop_thread.run_async(waiting)
+            await loop_thread.run_async(partial(self._group.until, met, timeout))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -487,7 +486,6 @@ class EpisodeCollector(Collector):
         }
         if (metrics := self._options["metrics_fn"]) is not None:
             flat: Any = torch.cat(episodes)
-            flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
             found |= metrics(padded(flat, lengths))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
         if self._options["dump_video"] and callable(dump):
