@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,7 +207,8 @@ def moved_postproc(postproc: Any, device: torch.device | None) -> Any:
 # -- whole trajectories ------------------------------------------------------------------------------------------------
 
 
-class _State(NamedTuple):
+@dataclass(frozen=True)
+class _State:
     """The state of :class:`WholeTrajectories`, replaced as a whole, so Ctrl-C cannot leave half a rollout."""
 
     begun: dict[int, list[TensorDictBase]]  # the pieces of unfinished trajectories, by identifier
@@ -269,7 +271,7 @@ class WholeTrajectories:
             batch = _concatenated(chosen)
             if self._is_padded:
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
-            self._state = self._state._replace(ended=ended[self._max_popped :])
+            self._state = replace(self._state, ended=ended[self._max_popped :])
         return batch
 
     def break_off(self, numbers: Iterable[int]) -> None:
@@ -277,7 +279,7 @@ class WholeTrajectories:
         with self._lock:
             broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
-            self._state = self._state._replace(begun=begun, broken=broken)
+            self._state = replace(self._state, begun=begun, broken=broken)
 
     def break_off_where(self, condition: Callable[[int], bool]) -> None:
         """Drop the unfinished trajectories whose identifiers satisfy this condition."""
@@ -291,7 +293,7 @@ class WholeTrajectories:
         """Environments were reset: drop all trajectories."""
         self.lose_rollout()
         with self._lock:
-            self._state = self._state._replace(ended=[])
+            self._state = replace(self._state, ended=[])
 
 
 def check_trajectories(**given: Any) -> WholeTrajectories | None:
