@@ -65,26 +65,22 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raises ValueError: the value is none of the choices."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raises TypeError: the value is neither None nor callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, not {value!r}")
 
 
 def check_schemes(name: str, schemes: Any) -> None:
-    """Raises TypeError: the schemes are not in a dict."""
     if schemes is not None and not isinstance(schemes, Mapping):
         kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
         raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
-    """Raises TypeError: this is no policy, but a list, a class or a factory of policies."""
     if isinstance(policy, list | tuple):
         raise TypeError(
             f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker its own, pass "
@@ -93,12 +89,11 @@ def check_policy(policy: Any) -> None:
     name = getattr(policy, "__qualname__", type(policy).__name__)
     if isinstance(policy, type):
         raise TypeError(f"policy is the class {name}: pass an instance of it. Did you mean policy_factory={name}?")
-    if callable(policy) and not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
+    if not isinstance(policy, nn.Module) and accepts(policy) and not accepts(policy, None):
         raise TypeError(f"policy is {name}(), which takes no observations. Did you mean policy_factory={name}?")
 
 
 def check_policy_factory(name: str, factory: Any) -> None:
-    """Raises TypeError: the factory is not callable, or is itself a policy."""
     kind = type(factory).__name__
     if factory is not None and not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {kind}")
@@ -199,7 +194,6 @@ def is_list(value: Any) -> bool:
 
 
 def check_length(name: str, values: Any, count: int) -> None:
-    """Raises ValueError: there is not one value per worker."""
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker")
 
@@ -211,17 +205,17 @@ def per_worker(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def check_devices(devices: Mapping[str, Devices], *, of_workers: bool = False) -> None:
+def check_devices(devices: Mapping[str, Any], *, of_workers: bool = False) -> None:
     """Check devices, given by the names of their arguments, without initialising one. ``of_workers``: allow lists.
     Raises TypeError: a value is no device; ValueError: this machine does not have the device."""
     for name, given in devices.items():
-        if of_workers and isinstance(given, Sequence) and not isinstance(given, str):
+        if of_workers and is_list(given):
             check_devices({f"{name}[{index}]": one for index, one in enumerate(given)}, of_workers=True)
             continue
         if given is None:
             continue
         try:
-            device = torch.device(given)  # type: ignore[arg-type]
+            device = torch.device(given)
         except (RuntimeError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{name}={given!r} is not a device of this machine: {error}") from error

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Protocol, Self
 
-import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
@@ -45,6 +44,16 @@ def _delegated(path: str, doc: str = "The argument of this name, as it is used."
     owner, _, name = path.rpartition(".")
     owned_by = attrgetter(owner)
     return property(attrgetter(path), lambda collector, value: setattr(owned_by(collector), name, value), doc=doc)
+
+
+def _hook(name: str, doc: str) -> Any:
+    """The property of a hook. Setting it sets the hook in the workers, too."""
+
+    def set_hook(self: BaseCollector, hook: PreHook | PostHook | None) -> None:
+        self._set_in_workers(name, hook)
+        setattr(self, f"_{name}", hook)
+
+    return property(attrgetter(f"_{name}"), set_hook, doc=doc)
 
 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
@@ -119,7 +128,7 @@ class Lifetime(ABC):
             await run_in_thread("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
-                await run_in_thread("asyncsync-collector-end", one.shutdown)
+                await one.shutdown_elsewhere()
             raise
         return made[0]
 
@@ -159,7 +168,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _newest_index: Any  # of the newest batch; -1: there was none
     _profile_config: ProfileConfig | None = None
     background_error: BaseException | None = None  # the error that ended background collection, until it is raised
-    _num_calls: Any = None  # how many calls map_fn makes. None: one per given list entry
+    num_workers: int  # only of a collector with workers
     _has_fixed_batches = True  # False: a batch has a number of trajectories, of any length
 
     def __init__(
@@ -167,8 +176,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     ) -> None:
         super().__init__()
         self.closed = False
-        self._pre_collect_hook = pre_collect_hook
-        self._post_collect_hook = post_collect_hook
+        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._worker_idx = worker_idx
 
     def __class_getitem__(cls, item: Any) -> GenericAlias:
@@ -297,26 +305,14 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        """Called before each rollout, in the process that rolls out. If it raises, collection ends."""
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._set_in_workers("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before the caller gets it, in the process that rolls out. If it raises, collection
-        ends."""
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._set_in_workers("post_hook", hook)
-        self._post_collect_hook = hook
+    pre_collect_hook = _hook(
+        "pre_hook", "Called before each rollout, in the process that rolls out. If it raises, collection ends."
+    )
+    post_collect_hook = _hook(
+        "post_hook",
+        "Called with each batch before the caller gets it, in the process that rolls out. If it raises, collection "
+        "ends.",
+    )
 
     def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
         """Set this hook in the workers, if there are any."""
@@ -429,7 +425,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             Exception: a call raised it.
         """
         lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
-        count = self._num_calls or max(lengths, default=1)
+        count = self.num_workers if self.acts_elsewhere else max(lengths, default=1)
         if any(length != count for length in lengths):
             found = " and ".join(map(str, lengths))
             raise ValueError(f"list_of_args and list_of_kwargs need {count} entries each, but they have {found}")
@@ -596,8 +592,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     @abstractmethod
     def end_waits(self, timeout: float, close_env: bool) -> None: ...
 
+    # What the program reports to the trainer, as a WorkerInfo.
     @abstractmethod
-    def policy_devices(self) -> set[torch.device]: ...
-
-    def batch_dims(self) -> int | None:
-        return None  # it has no environment of its own
+    def worker_info(self) -> Any: ...

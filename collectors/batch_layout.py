@@ -53,11 +53,6 @@ class BatchLayout:
         n = len(self.batch_size)
         return [torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]]) for leaf in self.leaves]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves of the batch, without padding."""
-        return self.steps * sum(leaf.nbytes for leaf in self.leaves)
-
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
         """A batch of these tensors, in the order of ``leaves``, without copying. Raises ValueError: wrong shape."""
         size = torch.Size([*self.batch_size, self.steps])

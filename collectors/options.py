@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from inspect import Signature, signature
 from typing import Annotated, Any, Required, TypedDict
 
@@ -23,7 +22,6 @@ from asyncsync.collectors.arguments import (
     Interruptor,
     check_callable,
     check_choice,
-    check_factories,
     check_schemes,
     frames_or_none,
     whole_number,
@@ -211,7 +209,7 @@ class LocalOptions(RolloutOptions, ActingOptions, total=False):
     max_lag: Annotated[int | None, Option(check=partial(whole_number, least=0))]
     traj_pool: _TrajectoryPool | None
     trajs_per_write: int | None
-    traj_format: str | None
+    traj_format: Annotated[str | None, Option(check=partial(check_choice, choices=("padded", "cat")))]
     compact_obs: Annotated[bool, Option(False)]
     use_buffers: Annotated[bool | None, Option(check=_check_switch)]
     reset_when_done: Annotated[bool, Option(True, _check_reset)]
@@ -286,13 +284,13 @@ class MultiOptions(LocalOptions, total=False):
 # -- options that choose the class -------------------------------------------------------------------------------------
 
 BACKENDS = {
-    "process": "multi.collector:MultiCollector",
-    "ray": "distributed:RayCollector",
-    "rpc": "distributed:RPCCollector",
-    "distributed": "distributed:DistributedCollector",
-    "submitit": "distributed:DistributedCollector",  # its default launcher
+    "process": "asyncsync.collectors.multi.collector:MultiCollector",
+    "ray": "asyncsync.collectors.distributed:RayCollector",
+    "rpc": "asyncsync.collectors.distributed:RPCCollector",
+    "distributed": "asyncsync.collectors.distributed:DistributedCollector",
+    "submitit": "asyncsync.collectors.distributed:DistributedCollector",  # its default launcher
 }
-"""The class that ``Collector(backend=…)`` makes."""
+"""The class that ``Collector(backend=…)`` makes. Resolved when used, because its module imports this one."""
 
 CHOOSING_OPTIONS = ("backend", "backend_options", "num_collectors", "sync")
 """The options of ``Collector`` that choose another class."""
@@ -313,39 +311,3 @@ class ChoosingMeta(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen = cls._choose(args, kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs) if chosen is None else chosen
-
-
-def class_of_backend(name: str) -> Callable[..., Any]:
-    """The collector class of this backend. Imported when used, because it imports this module itself."""
-    module, _, kind = BACKENDS[name].partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"asyncsync.collectors.{module}"), kind)
-    return found
-
-
-def chosen_collector(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The collector that the options of a call of ``Collector`` choose; None: a collector in this process. Raises
-    TypeError, ValueError: options exclude each other."""
-    backend, given, count, sync = (kwargs.pop(name, None) for name in CHOOSING_OPTIONS)
-    if backend is None:
-        backend = "direct" if count is None else "process"
-    check_choice("backend", backend, ("direct", *BACKENDS))
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
-    options = dict(given or {})
-    own = {*CHOOSING_OPTIONS, "num_workers", *kwargs, *("create_env_fn", "policy")[: len(args)]}
-    if twice := sorted(options.keys() & own):
-        where = "arguments of Collector itself (num_workers as num_collectors=)"
-        raise ValueError(f"backend_options has {twice}, {where}: give each once, there")
-    if backend == "direct":
-        if count not in (None, 1):
-            raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")
-        if sync is not None:
-            raise TypeError("sync= needs workers: also pass num_collectors=n, or leave sync out")
-        if options:
-            raise ValueError(f"backend_options={sorted(options)} need a collector with workers: use backend='process'")
-        return None
-    if not isinstance(sync, bool | None):
-        raise TypeError(f"sync must be True or False, not {sync!r}")
-    factories, *others = args or (kwargs.pop("create_env_fn", None),)
-    factories = check_factories(factories, count, "num_collectors", 1)
-    return class_of_backend(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

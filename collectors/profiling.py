@@ -77,15 +77,17 @@ class RolloutProfiler:
 
     def __init__(self, config: ProfileConfig, name: str) -> None:
         self._config = config
-        self._path = config.get_save_path(name)
         self._rollouts = 0
         self._profile: Any = None
         self._thread: threading.Thread | None = None
         self._is_over = False
         if not config.get_activities():
             raise ValueError(f"activities={config.activities}, but this machine can record none of them: add 'cpu'")
-        if config.on_trace_ready is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._on_trace_ready = config.on_trace_ready
+        if self._on_trace_ready is None:
+            path = config.get_save_path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._on_trace_ready = lambda recorded: recorded.export_chrome_trace(str(path))
 
     @property
     def is_running(self) -> bool:
@@ -99,30 +101,23 @@ class RolloutProfiler:
             self.stop()
             yield
             return
-        if self._profile is None and self._rollouts >= self._config.warmup_rollouts:
-            self._begin()
+        config = self._config
+        if self._profile is None and self._rollouts >= config.warmup_rollouts:
+            begun = profile(
+                activities=config.get_activities(),
+                on_trace_ready=self._on_trace_ready,
+                record_shapes=config.record_shapes,
+                profile_memory=config.profile_memory,
+                with_stack=config.with_stack,
+                with_flops=config.with_flops,
+            )
+            begun.start()
+            self._profile, self._thread = begun, threading.current_thread()
         with record_function(f"Collector.rollout {self._rollouts}"):
             yield
         self._rollouts += 1
-        if self._is_over or self._rollouts >= self._config.num_rollouts:
+        if self._is_over or self._rollouts >= config.num_rollouts:
             self.stop()
-
-    def _begin(self) -> None:
-        config, path = self._config, str(self._path)
-
-        def save(recorded: Any) -> None:
-            recorded.export_chrome_trace(path)
-
-        begun = profile(
-            activities=config.get_activities(),
-            on_trace_ready=save if config.on_trace_ready is None else config.on_trace_ready,
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
-            with_stack=config.with_stack,
-            with_flops=config.with_flops,
-        )
-        begun.start()
-        self._profile, self._thread = begun, threading.current_thread()
 
     def stop(self) -> None:
         """End the profile and write the trace, if this thread began it. Otherwise, that thread does both when it next

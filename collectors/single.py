@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Unpack
 
 import torch
@@ -28,13 +29,15 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     DEVICES,
     RolloutArguments,
+    check_choice,
     check_devices,
+    check_factories,
     check_policy,
     check_policy_factory,
 )
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _delegated
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions, chosen_collector
+from asyncsync.collectors.options import BACKENDS, CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
@@ -42,6 +45,7 @@ from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.collectors.workers.control_page import page_at
+from asyncsync.collectors.workers.worker import WorkerInfo
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
@@ -76,7 +80,34 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
 
     @classmethod
     def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return chosen_collector(args, kwargs) if cls is Collector else None  # a subclass makes its own objects
+        if cls is not Collector:
+            return None  # a subclass makes its own objects
+        backend, given, count, sync = (kwargs.pop(name, None) for name in CHOOSING_OPTIONS)
+        if backend is None:
+            backend = "direct" if count is None else "process"
+        check_choice("backend", backend, ("direct", *BACKENDS))
+        if not isinstance(given, Mapping | None):
+            raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
+        options = dict(given or {})
+        own = {*CHOOSING_OPTIONS, "num_workers", *kwargs, *("create_env_fn", "policy")[: len(args)]}
+        if twice := sorted(options.keys() & own):
+            where = "arguments of Collector itself (num_workers as num_collectors=)"
+            raise ValueError(f"backend_options has {twice}, {where}: give each once, there")
+        if backend == "direct":
+            if count not in (None, 1):
+                raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")
+            if sync is not None:
+                raise TypeError("sync= needs workers: also pass num_collectors=n, or leave sync out")
+            if options:
+                raise ValueError(
+                    f"backend_options={sorted(options)} need a collector with workers: use backend='process'"
+                )
+            return None
+        if not isinstance(sync, bool | None):
+            raise TypeError(f"sync must be True or False, not {sync!r}")
+        factories, *others = args or (kwargs.pop("create_env_fn", None),)
+        factories = check_factories(factories, count, "num_collectors", 1)
+        return resolve_name(BACKENDS[backend])(factories, *others, sync=bool(sync), **options, **kwargs)
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorOptions]) -> None:
@@ -179,9 +210,6 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             self.shutdown()
             raise
 
-    def _next_batch(self) -> TensorDictBase | None:
-        return self._lock.run_rollout(self._collect_batch)
-
     def _collect_batch(self) -> TensorDictBase | None:
         """Roll out until there is a batch for the caller. None: the frames went into the replay buffer, or all frames
         are collected and too few trajectories have ended."""
@@ -231,21 +259,17 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         is_ready = self._trajectories is not None and self._trajectories.is_ready
         return self._has_all_frames and self._pending is None and not is_ready
 
-    def _means_end(self, batch: TensorDictBase | None) -> bool:
-        """Whether this result means that there are no more batches. With a replay buffer, every result is None."""
-        return batch is None and self._arguments.replay_buffer is None
-
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._exhausted:
             if (pending := self._pending) is None:
-                found = [self._next_batch()]
+                found = [self._lock.run_rollout(self._collect_batch)]
             else:
                 self._check_can_wait()  # a cancelled `async for` left this batch
                 until_done(pending)
                 self._pending = None
                 found = [pending.result()]
             del pending
-            if self._means_end(found[0]):
+            if found[0] is None and self._arguments.replay_buffer is None:  # with a buffer, every result is None
                 return
             yield found.pop()  # keep no reference, so that the memory is free when the user drops the batch
 
@@ -255,12 +279,14 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             self._check_can_wait()
             if self._pending is None:
                 self._check_open()  # after shutdown(), call() would start the thread anew
-                self._pending = self._thread.submit_concurrent(self._next_batch)
+                roll_out = partial(self._lock.run_rollout, self._collect_batch)
+                self._pending = self._thread.submit_concurrent(roll_out)
             pending = self._pending
             await until_done_async(pending)
             if self._pending is pending:
                 self._pending = None
-                if self._means_end(batch := pending.result()):
+                batch = pending.result()
+                if batch is None and self._arguments.replay_buffer is None:
                     break
                 return batch
         raise StopAsyncIteration
@@ -312,7 +338,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         rollouts.random = random
         before = rollouts.frames
         if writes:
-            self._next_batch()
+            self._lock.run_rollout(self._collect_batch)
             return None, rollouts.frames - before
         batch = self.rollout()
         assert batch is not None
@@ -336,19 +362,19 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
         if self._profiler is not None:
             self._profiler.stop()
 
-    def policy_devices(self) -> set[torch.device]:
+    def worker_info(self) -> WorkerInfo:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
-        return {own or self.policy_device or self.env_device or torch.device("cpu")}
-
-    def batch_dims(self) -> int | None:
-        return len(self._rollouts.batch_size)
+        device = own or self.policy_device or self.env_device or torch.device("cpu")
+        return WorkerInfo(self.requested_frames_per_batch, len(self._rollouts.batch_size), {device})
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         with self._lock.between_steps(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
-            self._reset(None, {})
+            self._rollouts.reset()
+            if self._trajectories is not None:
+                self._trajectories.clear()
             return following
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
@@ -364,15 +390,12 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             AckTimeout: the current step did not end within 60 s.
         """
         with self._lock.between_steps(ANSWER_SECONDS):
-            self._reset(index, kwargs)
-
-    def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
-        broken_off = self._rollouts.reset(index, kwargs)
-        if self._trajectories is not None:
-            if index is None:
-                self._trajectories.clear()
-            else:
-                self._trajectories.break_off(broken_off)
+            broken_off = self._rollouts.reset(index, kwargs)
+            if self._trajectories is not None:
+                if index is None:
+                    self._trajectories.clear()
+                else:
+                    self._trajectories.break_off(broken_off)
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         with self._lock.between_steps(timeout):

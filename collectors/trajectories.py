@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,7 +147,11 @@ def split_trajectories(
     mask_key = (*ids_key[:-1], "mask")
     ids = batch.get(ids_key, None)
     if ids is None:
-        ids = _ids_of(batch, ("next", *path_of(done_key or "done")))
+        # Count the ends before each step, along time and from row to row. The end of a row ends its trajectory.
+        done = batch["next", *path_of(done_key or "done")]
+        ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
+        ends[..., -1] = True
+        ids = (ends.flatten().cumsum(0) - ends.flatten().long()).reshape(ends.shape)
         batch.set(ids_key, ids)
     valid = batch.get(mask_key, None)
     is_padded = valid is not None and not bool(valid.all())
@@ -155,18 +160,7 @@ def split_trajectories(
     if not is_padded and set(lengths) == {ids.shape[-1]}:
         batch.set(mask_key, torch.ones(batch.shape, device=batch.device, dtype=torch.bool))
         return batch.unsqueeze(0) if batch.ndim == 1 else batch
-    flat = batch[valid] if is_padded else batch.reshape(-1)
-    flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
-    return padded(flat, lengths)
-
-
-def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
-    """New identifiers, counted along time and from row to row."""
-    done = batch[done_key]
-    ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
-    ends[..., -1] = True  # the end of a row ends its trajectory
-    before: torch.Tensor = ends.flatten().cumsum(0) - ends.flatten().long()
-    return before.reshape(ends.shape)
+    return padded(batch[valid] if is_padded else batch.reshape(-1), lengths, mask_key)
 
 
 def _is_plain(flat: TensorDictBase) -> bool:
@@ -175,17 +169,17 @@ def _is_plain(flat: TensorDictBase) -> bool:
     )
 
 
-def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
-    """Trajectories that lie one after another in ``flat``, as ``[trajectories, longest]``, zero-padded."""
+def padded(flat: TensorDictBase, lengths: list[int], mask_key: Key = MASK) -> TensorDictBase:
+    """Trajectories that lie one after another in ``flat``, as ``[trajectories, longest]``, zero-padded, with a mask:
+    True on steps. This adds the mask to ``flat``, too."""
+    flat.set(mask_key, torch.ones(flat.shape, device=flat.device, dtype=torch.bool))
     longest = max(lengths)
     if not _is_plain(flat):
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
-
-    def together(value: torch.Tensor) -> torch.Tensor:  # instead of one small TensorDict per trajectory
-        return pad_sequence([*torch.split(value, lengths)], batch_first=True)
-
-    # apply() drops dimension names, as a stack of padded rows would.
-    stacked: TensorDictBase = flat.apply(together, batch_size=[len(lengths), longest])
+    # Tensor by tensor, instead of one small TensorDict per trajectory. As a stack of them, this drops dimension names.
+    stacked: TensorDictBase = flat.apply(
+        lambda value: pad_sequence([*torch.split(value, lengths)], batch_first=True), batch_size=[len(lengths), longest]
+    )
     return stacked
 
 
@@ -213,7 +207,8 @@ def moved_postproc(postproc: Any, device: torch.device | None) -> Any:
 # -- whole trajectories ------------------------------------------------------------------------------------------------
 
 
-class _State(NamedTuple):
+@dataclass(frozen=True)
+class _State:
     """The state of :class:`WholeTrajectories`, replaced as a whole, so Ctrl-C cannot leave half a rollout."""
 
     begun: dict[int, list[TensorDictBase]]  # the pieces of unfinished trajectories, by identifier
@@ -249,8 +244,7 @@ class WholeTrajectories:
             state = self._state
             begun, ended, taken = dict(state.begun), list(state.ended), state.taken + 1
             broken = {n: last for n, last in state.broken.items() if last >= taken - REMEMBERED_ROLLOUTS}
-            for number, piece in found:
-                is_over = _has_ended(piece)
+            for number, piece, is_over in found:
                 if broken.pop(number, None) is not None:
                     if not is_over:
                         broken[number] = taken
@@ -276,9 +270,8 @@ class WholeTrajectories:
             chosen = ended[: self._max_popped]
             batch = _concatenated(chosen)
             if self._is_padded:
-                batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
-            self._state = self._state._replace(ended=ended[self._max_popped :])
+            self._state = replace(self._state, ended=ended[self._max_popped :])
         return batch
 
     def break_off(self, numbers: Iterable[int]) -> None:
@@ -286,7 +279,7 @@ class WholeTrajectories:
         with self._lock:
             broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
-            self._state = self._state._replace(begun=begun, broken=broken)
+            self._state = replace(self._state, begun=begun, broken=broken)
 
     def break_off_where(self, condition: Callable[[int], bool]) -> None:
         """Drop the unfinished trajectories whose identifiers satisfy this condition."""
@@ -300,15 +293,13 @@ class WholeTrajectories:
         """Environments were reset: drop all trajectories."""
         self.lose_rollout()
         with self._lock:
-            self._state = self._state._replace(ended=[])
+            self._state = replace(self._state, ended=[])
 
 
 def check_trajectories(**given: Any) -> WholeTrajectories | None:
     """The :class:`WholeTrajectories` for a collector with these options; None: ``trajs_per_batch`` is None. Raises
     TypeError, ValueError: options exclude each other."""
     count, most, layout = given["trajs_per_batch"], given["trajs_per_write"], given["traj_format"]
-    if layout not in (None, "padded", "cat"):
-        raise ValueError(f"traj_format must be 'padded' or 'cat', not {layout!r}")
     for name in ("split_trajs", "trajs_per_batch"):
         if given[name] and not given["track_traj_ids"]:
             raise ValueError(f"{name} needs track_traj_ids=True, because it finds trajectories by their ids")
@@ -331,8 +322,9 @@ def check_trajectories(**given: Any) -> WholeTrajectories | None:
     return WholeTrajectories(1, most, is_padded=False, ends_early=ends_early)
 
 
-def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
-    """Each trajectory's identifier and frames. They are copied, so that the next rollout may reuse the memory."""
+def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase, bool]]:
+    """Of each trajectory: its identifier; its frames, copied so that the next rollout may reuse the memory; and whether
+    the last of them ends it."""
     if rollout.ndim > 1:
         for row in rollout.unbind(0):
             yield from _pieces(row)
@@ -342,18 +334,14 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
         raise KeyError(f"trajs_per_batch needs {IDS} in every rollout: postproc must not remove it")
     numbers, lengths = ids.unique_consecutive(return_counts=True)
     for number, frames in zip(numbers.tolist(), rollout.split(lengths.tolist(), 0), strict=True):
-        if number >= 0:
-            yield number, frames.clone()
-
-
-def _has_ended(piece: TensorDictBase) -> bool:
-    """Whether the last frame of this piece ends the trajectory."""
-    after = piece.get("next", None)
-    flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
-    if not flags:
-        raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
-    own = [key for key in flags if isinstance(key, str)]  # if there are none: the flags of several agents
-    return any(bool(after.get(key)[-1].any()) for key in own or flags)
+        if number < 0:
+            continue
+        after = frames.get("next", None)
+        flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
+        if not flags:
+            raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
+        own = [key for key in flags if isinstance(key, str)]  # if there are none: the flags of several agents
+        yield number, frames.clone(), any(bool(after.get(key)[-1].any()) for key in own or flags)
 
 
 def _concatenated(pieces: list[TensorDictBase]) -> TensorDictBase:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Annotated, Any, Self, TypedDict, Unpack
 
 import torch
@@ -34,7 +35,7 @@ from asyncsync.collectors.arguments import (
 )
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.options import InitFn, class_of_backend
+from asyncsync.collectors.options import BACKENDS, InitFn
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padded, path_of
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -153,7 +154,7 @@ class Evaluator(Lifetime):
         self._busy_policy = options["busy_policy"]
         self._steps = 0
         of_worker = {name: value for name, value in options.items() if name in WORKER_OPTIONS}
-        self._collector = class_of_backend(options["backend"])(
+        self._collector = resolve_name(BACKENDS[options["backend"]])(
             [env],
             policy,
             policy_factory=policy_factory,
@@ -333,11 +334,10 @@ class Evaluator(Lifetime):
             )
 
     async def _wait_until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
-        waiting = partial(self._group.until, met, timeout)
         if blocking:
-            loop_thread.run(waiting)
+            self._group.wait(met, timeout)
         else:
-            await loop_thread.run_async(waiting)
+            await loop_thread.run_async(partial(self._group.until, met, timeout))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -457,28 +457,13 @@ class EpisodeCollector(Collector):
     """Steps whole episodes, with the policy in evaluation mode. ``evaluation``: the options that the worker uses;
     ``frames_per_batch``: environment steps between two checks for finished episodes."""
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        evaluation: Mapping[str, Any],
-        policy_factory: Callable[..., Any] | None = None,
-        frames_per_batch: int,
-        create_env_kwargs: Mapping[str, Any] | None = None,
-        **arguments: Any,
-    ) -> None:
-        env = environments.make_environment(create_env_fn, create_env_kwargs)
-        if policy_factory is not None and not accepts(policy_factory):
-            policy_factory = partial(policy_factory, env)
+    def __init__(self, create_env_fn: Any, *, evaluation: Mapping[str, Any], **arguments: Any) -> None:
         self._options = evaluation
-        super().__init__(
-            lambda: env,
-            policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch * environments.batch_size_of(env).numel(),
-            **arguments,
-        )
+        env = environments.make_environment(create_env_fn, arguments.pop("create_env_kwargs"))
+        if (factory := arguments["policy_factory"]) is not None and not accepts(factory):
+            arguments["policy_factory"] = partial(factory, env)
+        arguments["frames_per_batch"] *= environments.batch_size_of(env).numel()
+        super().__init__(lambda: env, **arguments)
         self._rollouts.policy.train(False)
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -501,7 +486,6 @@ class EpisodeCollector(Collector):
         }
         if (metrics := self._options["metrics_fn"]) is not None:
             flat: Any = torch.cat(episodes)
-            flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
             found |= metrics(padded(flat, lengths))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
         if self._options["dump_video"] and callable(dump):

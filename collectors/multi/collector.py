@@ -58,7 +58,7 @@ from asyncsync.collectors.weights.updates import (
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
-from asyncsync.collectors.workers.worker import Specification
+from asyncsync.collectors.workers.worker import Specification, WorkerInfo
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import interrupted_by, run_in_thread
@@ -85,7 +85,6 @@ class GroupCollector(BaseCollector):
     schedule, and the default scheme for weights."""
 
     acts_elsewhere = True
-    num_workers: int
     _arguments: BatchArguments
     group: WorkerGroup
     _driver: Driver
@@ -499,8 +498,8 @@ class GroupCollector(BaseCollector):
             self.acting_weights.apply(prepared_copy(self.policy, given).apply_now)
         self.update_policy_weights_(given)
 
-    def policy_devices(self) -> set[torch.device]:
-        return set().union(*self._worker_devices.values())
+    def worker_info(self) -> WorkerInfo:
+        return WorkerInfo(self.requested_frames_per_batch, None, set().union(*self._worker_devices.values()))
 
     async def _raise_worker_failure(self, error: PartialSendError) -> None:
         """If an update failed because a worker is lost, raise the worker's own error, or how its process ended."""
@@ -591,10 +590,6 @@ class GroupCollector(BaseCollector):
         self.raise_background_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
-
-    @property
-    def _num_calls(self) -> int | None:
-        return self.num_workers
 
     def _call_each(
         self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float

@@ -222,8 +222,7 @@ class Worker:
         self._connecting = True
         if self._numbers[STOP]:  # end_waits() may have come before there was a wait to end
             raise Stopped
-        frames = collector.requested_frames_per_batch
-        self._line.send("built", *WorkerInfo(frames, collector.batch_dims(), collector.policy_devices()))
+        self._line.send("built", *collector.worker_info())
         if self.schemes:
             collector.acting_weights.connect(self.schemes, given.timeout)
         self._connecting = False

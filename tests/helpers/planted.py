@@ -316,4 +316,5 @@ def newest_target_of(collector: Any) -> int:
 
 def batch_bytes(batch: Any) -> int:
     """How much memory workers and trainer share for such a batch."""
-    return layout_of(batch).nbytes
+    layout = layout_of(batch)
+    return layout.steps * sum(leaf.nbytes for leaf in layout.leaves)
