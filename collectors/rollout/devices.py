@@ -76,18 +76,6 @@ class RolloutDevices:
         self.carrier_has_no_device = self.env is None or self.policy not in (None, self.env)
         return environment
 
-    @property
-    def are_alike_on_cpu(self) -> bool:
-        """Whether no device is another one than the CPU, and nothing is cast."""
-        return not self.cast_to_policy_device and all(
-            device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env)
-        )
-
-    @property
-    def stores_without_waiting(self) -> bool:
-        """Whether a copy into a batch may return before it has finished."""
-        return self.storing is not None and self.is_non_blocking(self.storing, self.sync_storage)
-
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """Whether a copy to this device may return before it has finished. This needs a later wait for the copy, or a
         device that orders later work after it."""

@@ -113,7 +113,7 @@ class Carrier:
         self._labels = TensorDict({}, size, device=self._devices.env)
         self._version = -1
         if self._arguments.track_traj_ids:
-            self._label("traj_ids", self._pool.draw(size.numel()).reshape(size))
+            self.label_arrays["traj_ids"] = self._pool.draw(size.numel()).reshape(size)
         self.label_version()
         self.continue_from(root)
 
@@ -127,24 +127,21 @@ class Carrier:
         self._root = root
         self.is_lost = False
 
-    def _label(self, name: str, array: Array) -> None:
-        self.label_arrays[name] = array
-        self._labels_are_current = False
-
     def renew_ids(self, ended: Array) -> None:
         """Give new trajectory ids to the environments where the mask, of the batch's shape, is True."""
         if self._arguments.track_traj_ids:
             renewed = self.label_arrays["traj_ids"].copy()
             renewed[ended] = self._pool.draw(int(np.count_nonzero(ended)))
-            self._label("traj_ids", renewed)
+            self.label_arrays["traj_ids"] = renewed
+            self._labels_are_current = False
 
     def label_version(self) -> None:
         """Label frames with the version of the acting weights, which can change only between two holds."""
         version = self._weights.version()
         if version == self._version:
             return
-        self._label("policy_version", np.full(self._labels.shape, version))
-        self._version = version
+        self.label_arrays["policy_version"] = np.full(self._labels.shape, version)
+        self._version, self._labels_are_current = version, False
         if self._root is not None:
             self._root.set("collector", self.labels)
         tracker = self._arguments.track_policy_version
@@ -179,7 +176,7 @@ class TensorDictSteps:
             del known["next"]
         try:
             self.act(td, random)
-            root = self._step_env(td)
+            root = self.play(td)
         except BaseException:
             for key in set(td.keys()) - known.keys():
                 td.del_(key)
@@ -206,36 +203,31 @@ class TensorDictSteps:
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
             td.update(output.select(*written))
 
-    def _step_env(self, td: TensorDictBase) -> TensorDictBase:
-        """Step the environment and complete ``td`` with its results. Returns the root of the next step."""
-        labels = td.get("collector")
+    def play(self, td: TensorDictBase) -> TensorDictBase:
+        """Step the environment with the policy's actions and complete ``td`` with its results. Returns the root of the
+        next step."""
+        written = td.get("next", None)  # a recurrent policy writes its new state there
+        labels, devices = td.get("collector"), self.devices
         td.del_("collector")
         try:
-            root = self.play(td)
+            given = td
+            if devices.cast_to_env_device and devices.env is not None:
+                given = devices.cast(td, devices.env, devices.sync_env)
+            self.carrier.is_lost = True
+            output, root = environments.stepped(self.env, given)
+            if output is not td:
+                after = output.get("next")
+                if devices.carrier_has_no_device and after.device is not None:
+                    after = after.copy().clear_device_()
+                td.set("next", after)
         finally:
             td.set("collector", labels)
+        if written is not None:
+            keep_written(written, td.get("next"), root, self.keys)
         if self.arguments.track_policy_version:
             td.get("next").set("policy_version", labels.get("policy_version"))
         if self.keys.repeated:
             compact(td, self.keys.repeated)
-        return root
-
-    def play(self, td: TensorDictBase) -> TensorDictBase:
-        """Pass the policy's actions to the environment, and write its results into ``td``. Returns the next root."""
-        written = td.get("next", None)  # a recurrent policy writes its new state there
-        given = td
-        devices = self.devices
-        if devices.cast_to_env_device and devices.env is not None:
-            given = devices.cast(td, devices.env, devices.sync_env)
-        self.carrier.is_lost = True
-        output, root = environments.stepped(self.env, given)
-        if output is not td:
-            after = output.get("next")
-            if devices.carrier_has_no_device and after.device is not None:
-                after = after.copy().clear_device_()
-            td.set("next", after)
-        if written is not None:
-            keep_written(written, td.get("next"), root, self.keys)
         return root
 
     def _store(self, td: TensorDictBase, root: TensorDictBase) -> TensorDictBase | None:
@@ -243,9 +235,9 @@ class TensorDictSteps:
             if self.arguments.adds_frames:
                 clone: TensorDictBase = td.clone()
                 return clone
-            devices = self.devices
-            self.buffer.append(td, devices.stores_without_waiting)
-            if devices.storing is not None and not devices.no_cuda_sync:
+            devices, storing = self.devices, self.devices.storing
+            self.buffer.append(td, storing is not None and devices.is_non_blocking(storing, devices.sync_storage))
+            if storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
         finally:  # even if storing failed, because the environment has made its step
@@ -303,8 +295,10 @@ class ArraySteps(TensorDictSteps):
         super().__init__(*args)
         policy = self.policy
         self._tensor_policy: PlainModule | TensorPolicy | None = None
-        if isinstance(policy, PlainModule | TensorPolicy) and all(type(k) is str for keys in policy.keys for k in keys):
-            self._tensor_policy = policy
+        if isinstance(policy, PlainModule | TensorPolicy):
+            module = policy.given if isinstance(policy, PlainModule) else policy
+            if all(type(key) is str for key in [*module.in_keys, *module.out_keys]):
+                self._tensor_policy = policy
         self._no_flags = self.env.no_flags()
         self._known_arrays = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """Tensors that the environment put at the root of the next step, each with its array, by name."""
@@ -318,7 +312,9 @@ class ArraySteps(TensorDictSteps):
             return False
         names = ("step_and_maybe_reset", "play", "container")
         is_own = all(name not in vars(env) and getattr(type(env), name) is getattr(GymEnv, name) for name in names)
-        return is_own and devices.are_alike_on_cpu and is_fast_path_on()
+        used = (devices.storing, devices.policy, devices.env)
+        is_on_cpu = all(device is None or device.type == "cpu" for device in used)
+        return is_own and is_on_cpu and not devices.cast_to_policy_device and is_fast_path_on()
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
@@ -327,9 +323,8 @@ class ArraySteps(TensorDictSteps):
             return super().step(random)
         entries = carrier.entries
         policy, td, given = self._tensor_policy, None, None
-        if policy is not None and not random and policy.is_plain():
-            in_names, out_names = policy.keys
-            out = policy.compute([entries.get(name) for name in in_names])
+        if policy is not None and not random and (found := policy.compute(entries)) is not None:
+            out_names, out = found
             values = out if type(out) is tuple else (out,)
             if len(values) == len(out_names):
                 following = entries | dict(zip(out_names, values, strict=True))
@@ -344,7 +339,7 @@ class ArraySteps(TensorDictSteps):
             following.pop("collector", None)
             given = self._arrays_to_store(following, rows)
         if given is None:
-            return self._store(td, self._step_env(td))
+            return self._store(td, self.play(td))
         index = buffer.next_row()
         for name, array in rows.root.items():
             array[index] = given[name]
@@ -473,15 +468,28 @@ class RolloutBuffer:
         """Start a rollout, and drop the steps of an earlier, unfinished one."""
         self.count = 0
         self._clones: list[TensorDictBase] | None = None
-        self._set_batch(None)
+        self._use_batch(None)
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Store a copy of one step of shape ``[*batch_size]``. If this raises, the step is not part of the rollout. The
         caller may change the step's tensors afterwards; on other devices than the CPU, with ``non_blocking``, only by
         work that the device orders after the copy."""
-        if not self.count:
-            self._prepare(step)
         values = None if self._clones is not None else self._values(step)
+        if not self.count:
+            # Only the first step decides on devices: a later step from another device is copied to them.
+            expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
+            if values is None or (self.device is None and [value.device for value in values] != expected):
+                self._expect(None)
+                if step.batch_size != self._batch_size:
+                    raise ValueError(
+                        f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
+                        f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
+                        "environment's batch size"
+                    )
+                self._expect(step)
+                values = self._values(step)
+            if self._batch is None and self.layout is not None:
+                self._use_batch(self.layout)
         if values is None:
             self._append_clone(step, non_blocking)
         else:
@@ -497,7 +505,7 @@ class RolloutBuffer:
         if layout is None or self._clones is not None:
             return None
         if self._batch is None:
-            self._allocate_batch(layout)
+            self._use_batch(layout)
         if self._rows is None and all(leaf.device.type == "cpu" for leaf in layout.leaves):
             try:
                 memory = [leaf.numpy() for leaf in self._staged or self._targets]
@@ -537,30 +545,14 @@ class RolloutBuffer:
             torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
             self._num_flushed = self.count
 
-    def _prepare(self, step: TensorDictBase) -> None:
-        """Before the first step of a rollout: expect its layout, and allocate memory if there is a layout."""
-        # Only the first step decides on devices: a later step from another device is copied to them.
-        values = self._values(step)
-        expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
-        if values is None or (self.device is None and [value.device for value in values] != expected):
-            self._expect(None)
-            if step.batch_size != self._batch_size:
-                raise ValueError(
-                    f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
-                    f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
-                    "environment's batch size"
-                )
-            self._expect(step)
-        if self._batch is None and self.layout is not None:
-            self._allocate_batch(self.layout)
-
-    def _allocate_batch(self, layout: BatchLayout) -> None:
-        batch = self.allocate(layout)
-        self._set_batch(empty_batch(layout) if batch is None else batch)
-
-    def _set_batch(self, batch: TensorDictBase | None) -> None:
-        """Write to this batch from now on. None: drop the last one."""
-        targets = [] if batch is None or self.layout is None else self.layout.tensors(batch)
+    def _use_batch(self, layout: BatchLayout | None) -> None:
+        """Write to a new batch of this layout from now on. None: drop the last batch."""
+        batch, targets = None, []
+        if layout is not None:
+            batch = self.allocate(layout)
+            if batch is None:
+                batch = empty_batch(layout)
+            targets = layout.tensors(batch)
         self._targets = [leaf.movedim(len(self._batch_size), 0) for leaf in targets]
         self._num_flushed = 0
         if not self._staged:
@@ -590,7 +582,7 @@ class RolloutBuffer:
         found = {} if step is None or layout is None else _leaves(step) or {}
         self._forms = {path: _type_shape_dtype(value) for path, value in found.items()}
         self._staged = []
-        self._set_batch(None)
+        self._use_batch(None)
         if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:
             self._staged = [
                 torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
@@ -642,21 +634,16 @@ class NewBatches:
         for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
             if free is None:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
-            else:
-                memory = _storage(leaf.nbytes * layout.steps, free)
-                tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
+                continue
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = np.empty(leaf.nbytes * layout.steps, np.uint8)
+            used = memory.view()  # its memory is free again when nothing uses the leaf's storage any more
+            weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
+            storage = torch.from_numpy(used).untyped_storage()
+            tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage).view(shape))
         return layout.build(tensors)
-
-
-def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
-    """A storage of free or new memory, which is free again when nothing uses the storage any more."""
-    try:
-        memory = free.pop()
-    except IndexError:
-        memory = np.empty(nbytes, np.uint8)
-    used = memory.view()
-    weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
-    return torch.from_numpy(used).untyped_storage()
 
 
 class SameBatch:
