@@ -21,13 +21,13 @@ from asyncsync.collectors.base import Signals, check_not_paused_here
 from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, with_step_limit
-from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import as_tensordict_module, plainly_called
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
     NewBatches,
     RolloutBuffer,
+    RolloutDevices,
     SameBatch,
     TensorDictSteps,
     compact,

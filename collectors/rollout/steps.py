@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -31,12 +31,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
-from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.arguments import RolloutArguments, exact_device
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
-from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked_output
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
@@ -55,6 +54,90 @@ LARGE_LEAF = 1 << 20
 """A leaf of a batch with at least this many bytes keeps its memory for a later batch."""
 
 
+# -- devices: where data is, when it is copied, and what waits for the copy --------------------------------------------
+
+
+def _no_wait() -> None:
+    pass
+
+
+def _synchronize_cuda() -> None:
+    # A forked child of a process that used CUDA must not touch CUDA. Without initialisation, there are no copies.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def synchronisation(device: torch.device | None) -> Callable[[], None]:
+    """The function that waits for copies *to* a device. docs/collector-internals.md has a table of these waits, which
+    follows TorchRL's "Collector Internals" page."""
+    if device is None or device.type == "cuda":
+        return _no_wait
+    if torch.cuda.is_available():
+        return _synchronize_cuda
+    if torch.backends.mps.is_available():
+        return torch.mps.synchronize
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        synchronize: Callable[[], None] = npu.synchronize
+        return synchronize
+    return _no_wait
+
+
+class RolloutDevices:
+    """The devices of a collector's rollouts, from its arguments.
+
+    Attributes:
+        device: default of the next three devices.
+        storing, policy, env: the devices of batches, of the policy, and of the environment.
+        no_cuda_sync: do not wait for copies.
+        sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of the two reads it.
+        carrier_has_no_device: whether the environment has no device, or the policy another one; set by :meth:`place`.
+    """
+
+    def __init__(self, arguments: RolloutArguments) -> None:
+        self.device = device = exact_device(arguments.device)
+        self.storing = exact_device(arguments.storing_device) or device
+        self.policy = exact_device(arguments.policy_device) or device
+        self.env = exact_device(arguments.env_device) or device
+        self.no_cuda_sync: bool = arguments.no_cuda_sync
+        self.sync_storage = synchronisation(self.storing)
+        self.sync_policy = synchronisation(self.policy)
+        self.sync_env = synchronisation(self.env)
+        self.cast_to_policy_device = self.policy != self.env
+        self.cast_to_env_device = self.cast_to_policy_device
+
+    def place(self, environment: Any) -> Any:
+        """Move the environment to ``env`` and return it. If ``env`` is None, set it to the environment's own device."""
+        if self.env is not None:
+            environment = environments.moved(environment, self.env)
+        elif (own := exact_device(environments.device_of(environment))) is not None:
+            self.env = own
+            self.sync_env = synchronisation(own)
+        if exact_device(environments.device_of(environment)) != self.storing:
+            self.cast_to_env_device = True
+        self.carrier_has_no_device = self.env is None or self.policy not in (None, self.env)
+        return environment
+
+    def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
+        """Whether a copy to this device may return before it has finished. This needs a later wait for the copy, or a
+        device that orders later work after it."""
+        return device.type == "cuda" or (synchronize is not _no_wait and not self.no_cuda_sync)
+
+    def cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
+        """The TensorDict on this device; the same object if it is already there."""
+        if data.device == device:
+            return data
+        there = data.to(device, non_blocking=self.is_non_blocking(device, synchronize))
+        if not self.no_cuda_sync:
+            synchronize()
+        return there
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class Carrier:
     """The state between two steps: the entries that the policy reads next, and the labels of their frame, which are
     trajectory ids and the version of the weights.
@@ -66,18 +149,15 @@ class Carrier:
             The next rollout begins with a reset.
     """
 
-    def __init__(
-        self, arguments: RolloutArguments, weights: ActingWeights, pool: _TrajectoryPool, devices: RolloutDevices
-    ) -> None:
-        self.label_arrays: dict[str, Array] = {}
-        self.is_lost = False
-        self._arguments = arguments
-        self._weights = weights
-        self._pool = pool
-        self._devices = devices
-        self._labels_are_current = False  # whether _labels has the arrays of label_arrays
-        self._root: TensorDictBase | None = None
-        self._entries: dict[str, Any] = {}
+    arguments: RolloutArguments
+    weights: ActingWeights
+    pool: _TrajectoryPool
+    devices: RolloutDevices
+    label_arrays: dict[str, Array] = field(default_factory=dict)
+    is_lost: bool = False
+    _labels_are_current: bool = False  # whether _labels has the arrays of label_arrays
+    _root: TensorDictBase | None = None
+    _entries: dict[str, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> TensorDictBase:
@@ -110,41 +190,41 @@ class Carrier:
     def begin(self, root: TensorDictBase) -> None:
         """Start from the TensorDict that a reset of all environments returned."""
         size = root.batch_size
-        self._labels = TensorDict({}, size, device=self._devices.env)
+        self._labels = TensorDict({}, size, device=self.devices.env)
         self._version = -1
-        if self._arguments.track_traj_ids:
-            self.label_arrays["traj_ids"] = self._pool.draw(size.numel()).reshape(size)
+        if self.arguments.track_traj_ids:
+            self.label_arrays["traj_ids"] = self.pool.draw(size.numel()).reshape(size)
         self.label_version()
         self.continue_from(root)
 
     def continue_from(self, root: TensorDictBase) -> None:
         """Continue from the TensorDict that the environment returned."""
-        if self._devices.carrier_has_no_device and root.device is not None:
+        if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy, because the environment may keep the original
         root.set("collector", self.labels)
-        if self._arguments.track_policy_version:
+        if self.arguments.track_policy_version:
             root.set("policy_version", self.labels.get("policy_version"))
         self._root = root
         self.is_lost = False
 
     def renew_ids(self, ended: Array) -> None:
         """Give new trajectory ids to the environments where the mask, of the batch's shape, is True."""
-        if self._arguments.track_traj_ids:
+        if self.arguments.track_traj_ids:
             renewed = self.label_arrays["traj_ids"].copy()
-            renewed[ended] = self._pool.draw(int(np.count_nonzero(ended)))
+            renewed[ended] = self.pool.draw(int(np.count_nonzero(ended)))
             self.label_arrays["traj_ids"] = renewed
             self._labels_are_current = False
 
     def label_version(self) -> None:
         """Label frames with the version of the acting weights, which can change only between two holds."""
-        version = self._weights.version()
+        version = self.weights.version()
         if version == self._version:
             return
         self.label_arrays["policy_version"] = np.full(self._labels.shape, version)
         self._version, self._labels_are_current = version, False
         if self._root is not None:
             self._root.set("collector", self.labels)
-        tracker = self._arguments.track_policy_version
+        tracker = self.arguments.track_policy_version
         if not isinstance(tracker, bool):
             tracker.version = version
 
