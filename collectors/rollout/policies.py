@@ -182,8 +182,11 @@ def as_tensordict_module(policy: nn.Module, observation_keys: Sequence[Key], act
     if isinstance(policy, TensorDictModuleBase):
         return policy
     function = policy.function if isinstance(policy, CallablePolicy) else policy.forward
-    signature = _signature(function)
-    if signature is None:  # a builtin does not show its parameters, so pass all observations
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin does not show its parameters, so pass all observations
         return TensorPolicy(policy, observation_keys, action_keys)
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and (
@@ -235,15 +238,6 @@ def primed(env: Any, policy: Any) -> Any:
         if not keys or not keys <= there:
             env = env.append_transform(transform.clone())
     return env
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
-        return inspect.signature(function)
-    except ValueError:
-        return None
 
 
 def _is_tensordict(annotation: Any) -> bool:

@@ -187,18 +187,9 @@ class RolloutLock:
 class Rollouts:
     """Makes the rollouts of one environment and one policy. The caller holds the lock.
 
-    Args:
-        env: the environment, before it is moved to its device.
-        weights: the weights of the acting models.
-
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
-        traj_pool: the source of trajectory ids.
         policy: the acting policy, as a module that takes a TensorDict.
-        carrier: the state between two steps.
-        keys: the keys of the environment's entries.
-        buffer: stores the steps of a rollout.
-        steps: makes a step.
         frames: number of collected frames.
         random: for a worker's collector: whether the trainer wants random actions.
         signals: the wishes of a worker's trainer. None: this collector is no worker.

@@ -18,6 +18,7 @@ In a tree of collectors, each bus counts its own versions and also carries the r
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
 import os
 import time
 import weakref
@@ -34,13 +35,7 @@ from torch import nn
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.weights.legacy_updaters import (
-    WeightUpdaterBase,
-    WorkerIds,
-    make_updater,
-    mark_counted,
-    push,
-)
+from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
@@ -156,7 +151,11 @@ class WeightsAPI:
                 raise ValueError(
                     f"a weight updater pushes only the policy, not {sorted(given)}: use weight_sync_schemes"
                 )
-            pushed = partial(push, updater, given["policy"], worker_ids, kwargs | {"timeout": timeout})
+            # With those options that this updater's push_weights() accepts.
+            parameters = inspect.signature(updater.push_weights).parameters
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            options = {n: v for n, v in (kwargs | {"timeout": timeout}).items() if takes_all or n in parameters}
+            pushed = partial(updater.push_weights, given["policy"], worker_ids, **options)
             if blocking:
                 pushed()
             else:
