@@ -309,19 +309,24 @@ class PlainModule:
 
     def compute(self, entries: TensorDictBase | Mapping[Any, Any]) -> tuple[list[Any], Any] | None:
         """The output keys, and what the module returns for the entries. None: a call would do more than that."""
-        given = self.given
+        given, out_keys = self.given, self.given.out_keys
         if (
-            self._returns_tensors
-            and _is_plain(given)
-            and given._kwargs is None
-            and given.method is None
-            and given.inplace is True
-            and not (given.method_kwargs or given._get_kwargs or "_" in given.out_keys)
+            not (self._returns_tensors and _is_plain(given))
+            or given._kwargs is not None
+            or given.method is not None
+            or given.inplace is not True
+            or given.method_kwargs
+            or given._get_kwargs
+            or "_" in out_keys
         ):
-            values = [entries.get(key, None) for key in given.in_keys]
-            if all(type(value) is torch.Tensor for value in values):
-                return given.out_keys, given.module(*values)
-        return None
+            return None
+        values = []
+        for key in given.in_keys:
+            value = entries.get(key, None)
+            if type(value) is not torch.Tensor:
+                return None
+            values.append(value)
+        return out_keys, given.module(*values)
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
         given = self.given
