@@ -35,7 +35,7 @@ from asyncsync.collectors.arguments import RolloutArguments, exact_device
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
-from asyncsync.collectors.envs.gym import GymEnv, StepArrays
+from asyncsync.collectors.envs.gym import GymEnv, StepArrays, tensors
 from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked_output
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
@@ -155,7 +155,7 @@ class Carrier:
     devices: RolloutDevices
     label_arrays: dict[str, Array] = field(default_factory=dict)
     is_lost: bool = False
-    _labels_are_current: bool = False  # whether _labels has the arrays of label_arrays
+    _labels: TensorDict | None = None  # None: label_arrays have changed since
     _root: TensorDictBase | None = None
     _entries: dict[str, Any] = field(default_factory=dict)
 
@@ -181,16 +181,13 @@ class Carrier:
     @property
     def labels(self) -> TensorDict:
         """The labels, on the environment's device."""
-        if not self._labels_are_current:
-            for name, array in self.label_arrays.items():
-                self._labels.set(name, torch.from_numpy(array))
-            self._labels_are_current = True
+        if self._labels is None:
+            self._labels = TensorDict(tensors(self.label_arrays), self._size, device=self.devices.env)
         return self._labels
 
     def begin(self, root: TensorDictBase) -> None:
         """Start from the TensorDict that a reset of all environments returned."""
-        size = root.batch_size
-        self._labels = TensorDict({}, size, device=self.devices.env)
+        self._size = size = root.batch_size
         self._version = -1
         if self.arguments.track_traj_ids:
             self.label_arrays["traj_ids"] = self.pool.draw(size.numel()).reshape(size)
@@ -213,15 +210,15 @@ class Carrier:
             renewed = self.label_arrays["traj_ids"].copy()
             renewed[ended] = self.pool.draw(int(np.count_nonzero(ended)))
             self.label_arrays["traj_ids"] = renewed
-            self._labels_are_current = False
+            self._labels = None
 
     def label_version(self) -> None:
         """Label frames with the version of the acting weights, which can change only between two holds."""
         version = self.weights.version()
         if version == self._version:
             return
-        self.label_arrays["policy_version"] = np.full(self._labels.shape, version)
-        self._version, self._labels_are_current = version, False
+        self.label_arrays["policy_version"] = np.full(self._size, version)
+        self._version, self._labels = version, None
         if self._root is not None:
             self._root.set("collector", self.labels)
         tracker = self.arguments.track_policy_version
