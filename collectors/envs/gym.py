@@ -437,7 +437,6 @@ class GymEnv(NotTorchRLs):
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
         self._unknown_infos = () if self._infos else tuple(info_keys)
-        self._action_shapes = {leaf.key: torch.Size((*self.batch_size, *leaf.spec.shape)) for leaf in self._actions}
         self._describe()
 
     def _describe(self) -> None:
@@ -733,7 +732,7 @@ class GymEnv(NotTorchRLs):
         nested: dict[str, Any] = {}
         for leaf in self._actions:
             action = given[leaf.key]
-            if action.shape != (shape := self._action_shapes[leaf.key]):
+            if action.shape != (shape := self.full_action_spec[leaf.key].shape):
                 raise ValueError(
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     f"{leaf.spec.hint}"
