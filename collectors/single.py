@@ -1,7 +1,7 @@
 """Collector: steps one environment, or a batch of them, with one policy in this process.
 
 A rollout runs on the caller's thread (``for``), on the collector's daemon thread (``async for``), or on the thread of
-``start()``. :mod:`asyncsync.collectors.rollout.lock` lets only one rollout run at a time.
+``start()``. A :class:`RolloutLock` lets only one rollout run at a time.
 
 Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCollector" pages.
 """
@@ -39,9 +39,8 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _d
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import BACKENDS, CHOOSING_OPTIONS, ChoosingMeta, CollectorOptions
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import IS_INIT_HINT, as_module, moved_policy, primed
-from asyncsync.collectors.rollout.rollout import Rollouts
+from asyncsync.collectors.rollout.rollout import RolloutLock, Rollouts
 from asyncsync.collectors.trajectories import check_trajectories, moved_postproc, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.collectors.workers.control_page import page_at

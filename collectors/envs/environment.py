@@ -150,17 +150,6 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     return [key for key, path in paths if path[-1] != "step_count" or (len(path) > 1 and not in_groups)]
 
 
-def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """Keys of entries that a step has under ``"next"`` and the next step has at its root, unless a trajectory ends:
-    observations, step counters, and the states of TorchRL's environments and of recurrent policies."""
-    if is_torchrl(environment):
-        states = environment.state_spec.keys(True, True)
-    else:
-        states = getattr(environment, "primed_keys", [])
-    keys = [*observation_keys(environment, root), *states]
-    return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
-
-
 def action_keys(environment: Any) -> list[Key]:
     keys = getattr(environment, "action_keys", None)
     return [getattr(environment, "action_key", "action")] if keys is None else list(keys)
@@ -193,7 +182,9 @@ class EntryKeys(NamedTuple):
     Attributes:
         done: flags that mark a trajectory's end.
         own: paths that the environment writes, so that a policy cannot: entries of a reset, rewards, done flags.
-        repeated: entries that ``compact_obs`` leaves out.
+        repeated: entries that ``compact_obs`` leaves out, because the next step has them at its root, unless a
+            trajectory ends: observations, step counters, and the states of TorchRL's environments and of recurrent
+            policies.
         truncated: flags that ``set_truncated`` sets.
     """
 
@@ -209,7 +200,14 @@ def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArgumen
     flags = done_flags(environment, root)
     ends = {(*path_of(key)[:-1], name) for key in flags for name in FLAGS}
     own = frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, flags), *ends})
-    repeated = repeated_keys(environment, root) if arguments.compact_obs else []
+    repeated: list[Key] = []
+    if arguments.compact_obs:
+        states = getattr(environment, "primed_keys", [])
+        if is_torchrl(environment):
+            states = environment.state_spec.keys(True, True)
+        repeated = [*observation_keys(environment, root), *states]
+        counters = [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count"]
+        repeated += [key for key in counters if key not in repeated]
     truncated = [key for key in flags if path_of(key)[-1] == "truncated"] if arguments.set_truncated else []
     if arguments.set_truncated and not truncated:
         raise RuntimeError(

@@ -267,16 +267,6 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     return list(walk(space, (), ()))
 
 
-def free_spec(value: Array, name: str) -> Spec:
-    """The spec of entries with this value's shape and dtype, without bounds."""
-    if value.dtype.kind == "f":
-        low, high = -np.inf, np.inf
-    else:
-        low, high = (0, 1) if value.dtype.kind == "b" else (np.iinfo(value.dtype).min, np.iinfo(value.dtype).max)
-    shape, dtype = value.shape, value.dtype
-    return BoxSpec(np.full(shape, low, dtype), np.full(shape, high, dtype), _torch_dtype(dtype, name))
-
-
 def spec_of(space: Any, name: str, categorical: bool) -> Spec:
     """The spec of a space that is not a ``Dict``; see :func:`leaves_of`."""
     from gymnasium import spaces
@@ -418,15 +408,15 @@ class GymEnv(NotTorchRLs):
         else:
             env = gymnasium.make(env, **{"disable_env_checker": True, **make_kwargs})
         self.env = env
+        self._name = type(env.unwrapped).__name__  # for errors
         self.is_closed = False
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
         self._vector: Vector | None = None  # None: a single environment
-        self._stepper: Any = env
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
-                self._stepper = self._vector = vector_of(env, reads_info=bool(info_keys))
+                self._vector = vector_of(env, reads_info=bool(info_keys))
                 self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (
@@ -447,7 +437,6 @@ class GymEnv(NotTorchRLs):
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
         self._unknown_infos = () if self._infos else tuple(info_keys)
-        self._action_shapes = {leaf.key: torch.Size((*self.batch_size, *leaf.spec.shape)) for leaf in self._actions}
         self._describe()
 
     def _describe(self) -> None:
@@ -553,7 +542,7 @@ class GymEnv(NotTorchRLs):
             The observations for the next step, in new memory, by key; and which environments have finished: bool
             ``[*batch_size]``, a view of ``into.done``, or None if none has.
         """
-        found = self._stepper.step(self._action(given))
+        found = (self.env if self._vector is None else self._vector).step(self._action(given))
         observation, reward, terminated, truncated, info = self._checked(5, "step", found)
         rewards, terminations, truncations, done, last = into
         self._write_numbers(rewards, reward, "reward")
@@ -631,7 +620,13 @@ class GymEnv(NotTorchRLs):
             raise ValueError(
                 f"{self._name}: info_keys need numbers or arrays of one shape, but {name!r} is {info[name]!r}"
             )
-        return free_spec(value[0] if self.batch_size else value, name)
+        value = value[0] if self.batch_size else value
+        if value.dtype.kind == "f":
+            low, high = -np.inf, np.inf
+        else:
+            low, high = (0, 1) if value.dtype.kind == "b" else (np.iinfo(value.dtype).min, np.iinfo(value.dtype).max)
+        bounds = np.full_like(value, low), np.full_like(value, high)
+        return BoxSpec(*bounds, _torch_dtype(value.dtype, name))
 
     def _first(self, seen: Observed, mask: Array | None = None) -> TensorDict:
         arrays = self._observations_memory()
@@ -679,11 +674,6 @@ class GymEnv(NotTorchRLs):
             return found
         wanted = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}[count]
         raise TypeError(f"{self._name}: {method}() must return {wanted}, not {found!r}")
-
-    @property
-    def _name(self) -> str:
-        """The environment's name in errors."""
-        return type(self.env.unwrapped).__name__
 
     def _write_numbers(self, out: Array, value: Any, name: str) -> None:
         """Write a result of one number, or of one number per environment. Refuses None, which would become False, and
@@ -742,7 +732,7 @@ class GymEnv(NotTorchRLs):
         nested: dict[str, Any] = {}
         for leaf in self._actions:
             action = given[leaf.key]
-            if action.shape != (shape := self._action_shapes[leaf.key]):
+            if action.shape != (shape := self.full_action_spec[leaf.key].shape):
                 raise ValueError(
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     f"{leaf.spec.hint}"

@@ -515,8 +515,8 @@ class GroupCollector(BaseCollector):
 
     @property
     def policy_version(self) -> int:
-        is_root = self._senders.buses and not self.acting_weights.come_by_scheme
-        return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.origin()[0])
+        is_root = self._sender_buses and self.acting_weights.main_bus is None
+        return self.group.page.counted + (self._sent_version if is_root else self.acting_weights.origin()[0])
 
     def increment_version(self) -> None:
         """Add one to the policy's version, for weights that reach the workers without a scheme. Workers write the new
@@ -529,9 +529,9 @@ class GroupCollector(BaseCollector):
     def _restore_versions(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
         own = versions["own"]
         if is_sent:
-            self._senders.restore_versions(versions["sent"])
+            self._restore_sent_versions(versions["sent"])
         else:  # workers keep the version that came with their weights, and the collector counts the difference
-            own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
+            own += max(0, max(versions["sent"].values(), default=0) - self._sent_version)
         self.group.page.counted = max(self.group.page.counted, own)
 
     def _announce_versions(self) -> bool:
@@ -539,7 +539,7 @@ class GroupCollector(BaseCollector):
         is for, and it is written to the control page. Returns False, and writes no version there, unless there is
         exactly one bus, because each bus counts its own versions."""
         # The function below must not refer to the collector, which an open bus would then keep alive.
-        page, note_update, buses = self.group.page, weakref.WeakMethod(self._driver.note_update), self._senders.buses
+        page, note_update, buses = self.group.page, weakref.WeakMethod(self._driver.note_update), self._sender_buses
         all_workers = range(self.num_workers)
         is_one = len(buses) == 1
 
@@ -554,7 +554,7 @@ class GroupCollector(BaseCollector):
         return is_one
 
     def _on_published(self, version: int) -> None:
-        if not self._senders.buses:  # no message tells the workers of the version
+        if not self._sender_buses:  # no message tells the workers of the version
             self.group.page.count()
             self._driver.note_update(None)
 
@@ -564,7 +564,7 @@ class GroupCollector(BaseCollector):
 
     def follow_versions(self, place: Any, index: int = 0) -> None:
         # This collector's workers read the page of the tree's root.
-        if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
+        if not self.acting_weights.schemes.keys() <= self._sender_schemes.keys():
             place = None  # some updates are not passed on to the workers
         self.group.follow(place, index)
 

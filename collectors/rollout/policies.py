@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,32 +72,27 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
     """A ``TensorDictModule`` for a policy of tensors, without the general one's overhead, which takes longer than a
     small policy: at every call, for example, it searches the disk for an optional library.
 
-    Like :class:`PlainModule`, it also works without a TensorDict. ``keys`` are its input and output keys; ``compute``
-    calls the network with the input values, and ``write`` sets the output in a TensorDict. ``is_plain``: a call does
-    nothing more than that.
+    Like :class:`PlainModule`, it also works without a TensorDict.
     """
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
         super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
-        # The base's in_keys and out_keys are properties, which are slower.
-        self.keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(tensordict)  # only the collector has this module, so it has no hooks
+        self._keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)  # the base's are properties, and slower
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.write(tensordict, self.compute([tensordict.get(key, None) for key in self.keys[0]]))
+        return self.write(tensordict, self.compute(tensordict)[1])
 
-    def is_plain(self) -> bool:
-        return True
+    __call__ = forward  # only the collector has this module, so it has no hooks
 
-    def compute(self, values: list[Any]) -> Any:
+    def compute(self, entries: TensorDictBase | Mapping[Any, Any]) -> tuple[list[Any], Any]:
+        """The output keys, and what the policy returns for the entries."""
+        in_keys, out_keys = self._keys
         policy = self._modules["module"]  # faster than the attribute, which nn.Module searches for
         assert policy is not None
-        return policy(*values)
+        return out_keys, policy(*[entries.get(key, None) for key in in_keys])
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
-        in_keys, out_keys = self.keys
+        in_keys, out_keys = self._keys
         values = out if isinstance(out, tuple) else (out,)
         if len(values) != len(out_keys):
             raise RuntimeError(
@@ -187,8 +182,11 @@ def as_tensordict_module(policy: nn.Module, observation_keys: Sequence[Key], act
     if isinstance(policy, TensorDictModuleBase):
         return policy
     function = policy.function if isinstance(policy, CallablePolicy) else policy.forward
-    signature = _signature(function)
-    if signature is None:  # a builtin does not show its parameters, so pass all observations
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin does not show its parameters, so pass all observations
         return TensorPolicy(policy, observation_keys, action_keys)
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and (
@@ -240,15 +238,6 @@ def primed(env: Any, policy: Any) -> Any:
         if not keys or not keys <= there:
             env = env.append_transform(transform.clone())
     return env
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):  # annotations that cannot be resolved
-        return inspect.signature(function)
-    except ValueError:
-        return None
 
 
 def _is_tensordict(annotation: Any) -> bool:
@@ -311,38 +300,36 @@ class PlainModule:
     """Calls a ``TensorDictModule`` with a TensorDict or, like a :class:`TensorPolicy`, without one."""
 
     def __init__(self, given: TensorDictModule) -> None:
-        self._given = given
+        self.given = given
         self._returns_tensors = True  # False once it has returned something else
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        given = self._given
-        if not self.is_plain():
-            return given(tensordict)
-        values = [tensordict.get(key, None) for key in given.in_keys]
-        if not all(type(value) is torch.Tensor for value in values):
-            return given(tensordict)
-        return self.write(tensordict, given.module(*values))
+        found = self.compute(tensordict)
+        return self.given(tensordict) if found is None else self.write(tensordict, found[1])
 
-    @property
-    def keys(self) -> tuple[list[Any], list[Any]]:
-        return self._given.in_keys, self._given.out_keys
-
-    def is_plain(self) -> bool:
-        given = self._given
-        return (
-            self._returns_tensors
-            and _is_plain(given)
-            and given._kwargs is None
-            and given.method is None
-            and given.inplace is True
-            and not (given.method_kwargs or given._get_kwargs or "_" in given.out_keys)
-        )
-
-    def compute(self, values: list[Any]) -> Any:
-        return self._given.module(*values)
+    def compute(self, entries: TensorDictBase | Mapping[Any, Any]) -> tuple[list[Any], Any] | None:
+        """The output keys, and what the module returns for the entries. None: a call would do more than that."""
+        given, out_keys = self.given, self.given.out_keys
+        if (
+            not (self._returns_tensors and _is_plain(given))
+            or given._kwargs is not None
+            or given.method is not None
+            or given.inplace is not True
+            or given.method_kwargs
+            or given._get_kwargs
+            or "_" in out_keys
+        ):
+            return None
+        values = []
+        for key in given.in_keys:
+            value = entries.get(key, None)
+            if type(value) is not torch.Tensor:
+                return None
+            values.append(value)
+        return out_keys, given.module(*values)
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
-        given = self._given
+        given = self.given
         found, out_keys = out if type(out) is tuple else (out,), given.out_keys
         if len(found) == len(out_keys) and all(type(value) is torch.Tensor for value in found):
             for key, value in zip(out_keys, found, strict=True):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -14,18 +17,17 @@ from torch import nn
 from torch.profiler import record_function
 
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.base import Signals
+from asyncsync.collectors.base import Signals, check_not_paused_here
 from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, with_step_limit
-from asyncsync.collectors.rollout.devices import RolloutDevices
-from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import as_tensordict_module, plainly_called
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
     NewBatches,
     RolloutBuffer,
+    RolloutDevices,
     SameBatch,
     TensorDictSteps,
     compact,
@@ -33,26 +35,161 @@ from asyncsync.collectors.rollout.steps import (
 )
 from asyncsync.collectors.trajectories import Key, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
+from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.runtime.threads import SIGNAL_CHECK_SECONDS, wait_interruptibly
+
+T = TypeVar("T")
 
 LAG_SECONDS = 60.0
 """How long a step waits for the version that max_lag requires."""
 
 
+class RolloutLock:
+    """The lock of a collector's rollouts. One thread rolls out at a time; other threads may stop it between two steps::
+
+        lock = RolloutLock("Collector")
+
+        def rollout():
+            for _ in range(n):
+                if lock.stop_wanted:    # cheap: read before every step
+                    lock.wait_while_stopped()
+                step()
+
+        lock.run_rollout(rollout)       # the thread that rolls out
+
+        with lock.between_steps(timeout):    # any other thread: no step runs inside this block
+            ...
+
+    Several threads and tasks may be inside :meth:`between_steps` at once. ``closed``: no thread may roll out any more.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.stop_wanted = False
+        self.closed = False
+        self._name = name
+        self._changed = threading.Condition()
+        self._rolling_thread: threading.Thread | None = None
+        self._may_step = False
+        self._at_turn_end: Callable[[], None] | None = None
+        self._owners: dict[object, object] = {}  # by block of between_steps: its thread's identifier, or its task
+
+    @property
+    def caller_rolls_out(self) -> bool:
+        return self._rolling_thread is threading.current_thread()
+
+    def run_rollout(self, function: Callable[[], T]) -> T:
+        """Call ``function``, which rolls out, in this thread, as soon as no other thread is inside
+        :meth:`between_steps`. If it raises StopIteration, which would silently end a caller's loop, raise RuntimeError
+        instead. Raises RuntimeError: a thread already rolls out, or this one is inside :meth:`between_steps`;
+        ClosedError: after :meth:`close`."""
+        mine = False
+        try:  # includes taking the turn, because Ctrl-C may strike before the call
+            with self._changed:
+                # Wait without a limit, because a block of between_steps() may last any time: only the wait for its
+                # beginning has a timeout. Of several waiting threads, the first that wakes rolls out.
+                while True:
+                    if self._owners:
+                        self.check_caller_can_wait()
+                    if (rolling := self._rolling_thread) is not None:
+                        where = "this thread" if self.caller_rolls_out else f"the thread {rolling.name!r}"
+                        raise RuntimeError(
+                            f"this {self._name} is already collecting, in {where}, and does one rollout at a time: use "
+                            "pause() to keep rollouts from running beside your code"
+                        )
+                    self._check_open()
+                    if not self._owners:
+                        break
+                    self._changed.wait(SIGNAL_CHECK_SECONDS)
+                mine = True
+                self._rolling_thread = threading.current_thread()
+                self._may_step = True
+            return function()
+        except (StopIteration, StopAsyncIteration) as error:
+            raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
+        finally:
+            if mine:
+                self._end_turn()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"this {self._name} has been shut down")
+
+    def check_caller_can_wait(self) -> None:
+        """Raises RuntimeError: the caller would wait for a rollout that it stops itself by :meth:`between_steps`."""
+        with self._changed:
+            check_not_paused_here(self._name, self._owners.values())
+
+    def _end_turn(self) -> None:
+        """End the turn, even if Ctrl-C strikes here; raise the interruption afterwards."""
+        interrupt: BaseException | None = None
+        while self.caller_rolls_out:
+            try:
+                with self._changed:
+                    self._rolling_thread, self._may_step = None, False
+                    self._changed.notify_all()
+            except BaseException as error:
+                interrupt = error
+        if self._at_turn_end is not None:
+            self._at_turn_end()
+        if interrupt is not None:
+            raise interrupt
+
+    def wait_while_stopped(self) -> None:
+        """Wait while any thread is inside :meth:`between_steps`. Raises ClosedError: after :meth:`close`."""
+        with self._changed:
+            self._may_step = False
+            self._changed.notify_all()
+            while self._owners and not self.closed:
+                self._changed.wait(SIGNAL_CHECK_SECONDS)
+            self._check_open()
+            self._may_step = True
+
+    @contextmanager
+    def between_steps(self, timeout: float, owner: object = None, *, if_open: bool = True) -> Iterator[None]:
+        """A block in which no step runs. ``owner``: its task; None: the calling thread. In the rolling thread, the
+        block stops nothing. Raises AckTimeout: the current step took longer than ``timeout`` seconds; ClosedError:
+        after :meth:`close`, unless ``if_open`` is False."""
+        if if_open:
+            self._check_open()
+        if self.caller_rolls_out:
+            yield
+            return
+        block = object()
+        try:  # includes the wait: if Ctrl-C ends it, this block must not go on stopping the rolling thread
+            with self._changed:
+                self._owners[block] = threading.get_ident() if owner is None else owner
+                self.stop_wanted = True
+                has_stopped = partial(self._changed.wait_for, lambda: not self._may_step)
+                if not wait_interruptibly(has_stopped, timeout):
+                    raise AckTimeout(f"the current step of this {self._name} did not end within {timeout:g} s")
+            if if_open:
+                self._check_open()  # again, because close() may have been called during the wait
+            yield
+        finally:
+            with self._changed:
+                self._owners.pop(block, None)
+                self.stop_wanted = bool(self._owners) or self.closed
+                self._changed.notify_all()
+
+    def close(self, timeout: float, afterwards: Callable[[], None]) -> bool:
+        """Make the rolling thread stop for good before its next step, and wait up to ``timeout`` seconds for that.
+        Returns whether no other thread rolls out any more. If one still does, it calls ``afterwards`` when it stops."""
+        with self._changed:
+            self.closed = self.stop_wanted = True
+            self._changed.notify_all()
+            no_other = partial(self._changed.wait_for, lambda: self._rolling_thread is None or self.caller_rolls_out)
+            over = wait_interruptibly(no_other, timeout)
+            if not over:  # set while the condition is held, so before the other thread can stop
+                self._at_turn_end = afterwards
+            return over
+
+
 class Rollouts:
     """Makes the rollouts of one environment and one policy. The caller holds the lock.
 
-    Args:
-        env: the environment, before it is moved to its device.
-        weights: the weights of the acting models.
-
     Attributes:
         env: the environment; after :meth:`set_up`, on its device and with its limit of steps.
-        traj_pool: the source of trajectory ids.
         policy: the acting policy, as a module that takes a TensorDict.
-        carrier: the state between two steps.
-        keys: the keys of the environment's entries.
-        buffer: stores the steps of a rollout.
-        steps: makes a step.
         frames: number of collected frames.
         random: for a worker's collector: whether the trainer wants random actions.
         signals: the wishes of a worker's trainer. None: this collector is no worker.
@@ -83,16 +220,8 @@ class Rollouts:
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
-        self._check_keys(root)
-        self.keys = environments.entry_keys(self.env, root, self.arguments)
-        self.carrier.begin(root)
-        self.arguments.fit(self.batch_size.numel())
-        memory = SameBatch() if self.arguments.return_same_td else NewBatches()
-        self.buffer = RolloutBuffer(self.arguments.steps, self.batch_size, devices.storing, memory)
-
-    def _check_keys(self, root: TensorDictBase) -> None:
-        """Raises ValueError: the environment uses keys that this collector writes. But a TorchRL environment may use
-        one key for an observation and an action, and write "policy_version"."""
+        # The environment must not use keys that this collector writes. But a TorchRL environment may use one key for an
+        # observation and an action, and write "policy_version".
         actions, taken = environments.action_keys(self.env), ["next", "collector"]
         if environments.is_torchrl(self.env):
             actions = []
@@ -102,6 +231,11 @@ class Rollouts:
         while isinstance(env, Wrapper):
             env = env.environment
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
+        self.keys = environments.entry_keys(self.env, root, self.arguments)
+        self.carrier.begin(root)
+        self.arguments.fit(self.batch_size.numel())
+        memory = SameBatch() if self.arguments.return_same_td else NewBatches()
+        self.buffer = RolloutBuffer(self.arguments.steps, self.batch_size, devices.storing, memory)
 
     def set_policy(self, policy: nn.Module) -> None:
         """Use this policy, which is already on its device."""
@@ -217,8 +351,12 @@ class Rollouts:
                         ):
                             break
                 if frame is not None:  # outside the hold, because a replay buffer may wait, or change weights
-                    self._add_to_buffer(frame, last=is_cut or not left)
-                    if self.frames >= arguments.total_frames:
+                    is_last = self.frames + frame.numel() >= arguments.total_frames
+                    if is_last or is_cut or not left:
+                        truncate(frame, self.keys.truncated)
+                    arguments.replay_buffer.add(frame)  # it may keep the TensorDict
+                    self.frames += frame.numel()
+                    if is_last:
                         break
         if frame is not None:
             return None
@@ -227,48 +365,39 @@ class Rollouts:
             truncate(batch[..., -1], self.keys.truncated)
         return batch
 
-    def _add_to_buffer(self, frame: TensorDictBase, last: bool) -> None:
-        """Add one step to the replay buffer, which may keep the TensorDict."""
-        if last or self.frames + frame.numel() >= self.arguments.total_frames:
-            truncate(frame, self.keys.truncated)
-        self.arguments.replay_buffer.add(frame)
-        self.frames += frame.numel()
-
     # -- a batch without steps ----------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def fake(self) -> TensorDictBase:
         """A rollout of zeros with the layout of the latest rollout. If there is none, the environment's specs and one
         call of the policy determine the layout. Raises TypeError: the environment has neither ``fake_tensordict()``
         nor a ``reward_spec``."""
-        layout = self.buffer.layout
-        batch = self._fake_from_specs() if layout is None else empty_batch(layout).zero_()
+        steps, layout = self.arguments.steps, self.buffer.layout
+        if layout is None:
+            step = self.carrier.root.exclude("next").clone().zero_()
+            after = environments.fake_next(self.env, step.exclude("collector"))
+            # fork_rng: a policy that draws random numbers must not change those of the next rollout.
+            with (
+                torch.random.fork_rng(devices=[]),
+                set_interaction_type(self.arguments.exploration_type),
+                self._weights.holds(),
+            ):
+                self.steps.act(step, random=False)
+            written = step.get("next", None)  # a recurrent policy writes its new state there
+            step.set("next", after)
+            if written is not None:
+                keep_written(written, after, step.copy(), self.keys)
+            if self.arguments.track_policy_version:
+                after.set("policy_version", step.get("policy_version"))
+            compact(step, self.keys.repeated)
+            layout = layout_of(step, steps, self.devices.storing)
+            if layout is None:  # none describes such a step
+                stacked: TensorDictBase = torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim)
+                batch = stacked.refine_names(..., "time")
+        if layout is not None:
+            batch = empty_batch(layout).zero_()
         truncate(batch[..., -1], self.keys.truncated)
         return batch
-
-    @torch.no_grad()
-    def _fake_from_specs(self) -> TensorDictBase:
-        steps = self.arguments.steps
-        step = self.carrier.root.exclude("next").clone().zero_()
-        after = environments.fake_next(self.env, step.exclude("collector"))
-        # fork_rng: a policy that draws random numbers must not change those of the next rollout.
-        with (
-            torch.random.fork_rng(devices=[]),
-            set_interaction_type(self.arguments.exploration_type),
-            self._weights.holds(),
-        ):
-            self.steps.act(step, random=False)
-        written = step.get("next", None)  # a recurrent policy writes its new state there
-        step.set("next", after)
-        if written is not None:
-            keep_written(written, after, step.copy(), self.keys)
-        if self.arguments.track_policy_version:
-            after.set("policy_version", step.get("policy_version"))
-        compact(step, self.keys.repeated)
-        layout = layout_of(step, steps, self.devices.storing)
-        if layout is not None:
-            return empty_batch(layout).zero_()
-        stacked: TensorDictBase = torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim)
-        return stacked.refine_names(..., "time")
 
 
 def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -31,12 +31,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
-from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.arguments import RolloutArguments, exact_device
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
-from asyncsync.collectors.envs.gym import GymEnv, StepArrays
-from asyncsync.collectors.rollout.devices import RolloutDevices
+from asyncsync.collectors.envs.gym import GymEnv, StepArrays, tensors
 from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked_output
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
@@ -55,6 +54,90 @@ LARGE_LEAF = 1 << 20
 """A leaf of a batch with at least this many bytes keeps its memory for a later batch."""
 
 
+# -- devices: where data is, when it is copied, and what waits for the copy --------------------------------------------
+
+
+def _no_wait() -> None:
+    pass
+
+
+def _synchronize_cuda() -> None:
+    # A forked child of a process that used CUDA must not touch CUDA. Without initialisation, there are no copies.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def synchronisation(device: torch.device | None) -> Callable[[], None]:
+    """The function that waits for copies *to* a device. docs/collector-internals.md has a table of these waits, which
+    follows TorchRL's "Collector Internals" page."""
+    if device is None or device.type == "cuda":
+        return _no_wait
+    if torch.cuda.is_available():
+        return _synchronize_cuda
+    if torch.backends.mps.is_available():
+        return torch.mps.synchronize
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
+        synchronize: Callable[[], None] = npu.synchronize
+        return synchronize
+    return _no_wait
+
+
+class RolloutDevices:
+    """The devices of a collector's rollouts, from its arguments.
+
+    Attributes:
+        device: default of the next three devices.
+        storing, policy, env: the devices of batches, of the policy, and of the environment.
+        no_cuda_sync: do not wait for copies.
+        sync_policy, sync_env, sync_storage: called after a copy to the policy's, the environment's, the batch's device.
+        cast_to_policy_device, cast_to_env_device: whether the carrier is copied before one of the two reads it.
+        carrier_has_no_device: whether the environment has no device, or the policy another one; set by :meth:`place`.
+    """
+
+    def __init__(self, arguments: RolloutArguments) -> None:
+        self.device = device = exact_device(arguments.device)
+        self.storing = exact_device(arguments.storing_device) or device
+        self.policy = exact_device(arguments.policy_device) or device
+        self.env = exact_device(arguments.env_device) or device
+        self.no_cuda_sync: bool = arguments.no_cuda_sync
+        self.sync_storage = synchronisation(self.storing)
+        self.sync_policy = synchronisation(self.policy)
+        self.sync_env = synchronisation(self.env)
+        self.cast_to_policy_device = self.policy != self.env
+        self.cast_to_env_device = self.cast_to_policy_device
+
+    def place(self, environment: Any) -> Any:
+        """Move the environment to ``env`` and return it. If ``env`` is None, set it to the environment's own device."""
+        if self.env is not None:
+            environment = environments.moved(environment, self.env)
+        elif (own := exact_device(environments.device_of(environment))) is not None:
+            self.env = own
+            self.sync_env = synchronisation(own)
+        if exact_device(environments.device_of(environment)) != self.storing:
+            self.cast_to_env_device = True
+        self.carrier_has_no_device = self.env is None or self.policy not in (None, self.env)
+        return environment
+
+    def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
+        """Whether a copy to this device may return before it has finished. This needs a later wait for the copy, or a
+        device that orders later work after it."""
+        return device.type == "cuda" or (synchronize is not _no_wait and not self.no_cuda_sync)
+
+    def cast(self, data: TensorDictBase, device: torch.device, synchronize: Callable[[], None]) -> TensorDictBase:
+        """The TensorDict on this device; the same object if it is already there."""
+        if data.device == device:
+            return data
+        there = data.to(device, non_blocking=self.is_non_blocking(device, synchronize))
+        if not self.no_cuda_sync:
+            synchronize()
+        return there
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class Carrier:
     """The state between two steps: the entries that the policy reads next, and the labels of their frame, which are
     trajectory ids and the version of the weights.
@@ -66,18 +149,15 @@ class Carrier:
             The next rollout begins with a reset.
     """
 
-    def __init__(
-        self, arguments: RolloutArguments, weights: ActingWeights, pool: _TrajectoryPool, devices: RolloutDevices
-    ) -> None:
-        self.label_arrays: dict[str, Array] = {}
-        self.is_lost = False
-        self._arguments = arguments
-        self._weights = weights
-        self._pool = pool
-        self._devices = devices
-        self._labels_are_current = False  # whether _labels has the arrays of label_arrays
-        self._root: TensorDictBase | None = None
-        self._entries: dict[str, Any] = {}
+    arguments: RolloutArguments
+    weights: ActingWeights
+    pool: _TrajectoryPool
+    devices: RolloutDevices
+    label_arrays: dict[str, Array] = field(default_factory=dict)
+    is_lost: bool = False
+    _labels: TensorDict | None = None  # None: label_arrays have changed since
+    _root: TensorDictBase | None = None
+    _entries: dict[str, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> TensorDictBase:
@@ -101,53 +181,47 @@ class Carrier:
     @property
     def labels(self) -> TensorDict:
         """The labels, on the environment's device."""
-        if not self._labels_are_current:
-            for name, array in self.label_arrays.items():
-                self._labels.set(name, torch.from_numpy(array))
-            self._labels_are_current = True
+        if self._labels is None:
+            self._labels = TensorDict(tensors(self.label_arrays), self._size, device=self.devices.env)
         return self._labels
 
     def begin(self, root: TensorDictBase) -> None:
         """Start from the TensorDict that a reset of all environments returned."""
-        size = root.batch_size
-        self._labels = TensorDict({}, size, device=self._devices.env)
+        self._size = size = root.batch_size
         self._version = -1
-        if self._arguments.track_traj_ids:
-            self._label("traj_ids", self._pool.draw(size.numel()).reshape(size))
+        if self.arguments.track_traj_ids:
+            self.label_arrays["traj_ids"] = self.pool.draw(size.numel()).reshape(size)
         self.label_version()
         self.continue_from(root)
 
     def continue_from(self, root: TensorDictBase) -> None:
         """Continue from the TensorDict that the environment returned."""
-        if self._devices.carrier_has_no_device and root.device is not None:
+        if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy, because the environment may keep the original
         root.set("collector", self.labels)
-        if self._arguments.track_policy_version:
+        if self.arguments.track_policy_version:
             root.set("policy_version", self.labels.get("policy_version"))
         self._root = root
         self.is_lost = False
 
-    def _label(self, name: str, array: Array) -> None:
-        self.label_arrays[name] = array
-        self._labels_are_current = False
-
     def renew_ids(self, ended: Array) -> None:
         """Give new trajectory ids to the environments where the mask, of the batch's shape, is True."""
-        if self._arguments.track_traj_ids:
+        if self.arguments.track_traj_ids:
             renewed = self.label_arrays["traj_ids"].copy()
-            renewed[ended] = self._pool.draw(int(np.count_nonzero(ended)))
-            self._label("traj_ids", renewed)
+            renewed[ended] = self.pool.draw(int(np.count_nonzero(ended)))
+            self.label_arrays["traj_ids"] = renewed
+            self._labels = None
 
     def label_version(self) -> None:
         """Label frames with the version of the acting weights, which can change only between two holds."""
-        version = self._weights.version()
+        version = self.weights.version()
         if version == self._version:
             return
-        self._label("policy_version", np.full(self._labels.shape, version))
-        self._version = version
+        self.label_arrays["policy_version"] = np.full(self._size, version)
+        self._version, self._labels = version, None
         if self._root is not None:
             self._root.set("collector", self.labels)
-        tracker = self._arguments.track_policy_version
+        tracker = self.arguments.track_policy_version
         if not isinstance(tracker, bool):
             tracker.version = version
 
@@ -179,7 +253,7 @@ class TensorDictSteps:
             del known["next"]
         try:
             self.act(td, random)
-            root = self._step_env(td)
+            root = self.play(td)
         except BaseException:
             for key in set(td.keys()) - known.keys():
                 td.del_(key)
@@ -206,36 +280,31 @@ class TensorDictSteps:
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
             td.update(output.select(*written))
 
-    def _step_env(self, td: TensorDictBase) -> TensorDictBase:
-        """Step the environment and complete ``td`` with its results. Returns the root of the next step."""
-        labels = td.get("collector")
+    def play(self, td: TensorDictBase) -> TensorDictBase:
+        """Step the environment with the policy's actions and complete ``td`` with its results. Returns the root of the
+        next step."""
+        written = td.get("next", None)  # a recurrent policy writes its new state there
+        labels, devices = td.get("collector"), self.devices
         td.del_("collector")
         try:
-            root = self.play(td)
+            given = td
+            if devices.cast_to_env_device and devices.env is not None:
+                given = devices.cast(td, devices.env, devices.sync_env)
+            self.carrier.is_lost = True
+            output, root = environments.stepped(self.env, given)
+            if output is not td:
+                after = output.get("next")
+                if devices.carrier_has_no_device and after.device is not None:
+                    after = after.copy().clear_device_()
+                td.set("next", after)
         finally:
             td.set("collector", labels)
+        if written is not None:
+            keep_written(written, td.get("next"), root, self.keys)
         if self.arguments.track_policy_version:
             td.get("next").set("policy_version", labels.get("policy_version"))
         if self.keys.repeated:
             compact(td, self.keys.repeated)
-        return root
-
-    def play(self, td: TensorDictBase) -> TensorDictBase:
-        """Pass the policy's actions to the environment, and write its results into ``td``. Returns the next root."""
-        written = td.get("next", None)  # a recurrent policy writes its new state there
-        given = td
-        devices = self.devices
-        if devices.cast_to_env_device and devices.env is not None:
-            given = devices.cast(td, devices.env, devices.sync_env)
-        self.carrier.is_lost = True
-        output, root = environments.stepped(self.env, given)
-        if output is not td:
-            after = output.get("next")
-            if devices.carrier_has_no_device and after.device is not None:
-                after = after.copy().clear_device_()
-            td.set("next", after)
-        if written is not None:
-            keep_written(written, td.get("next"), root, self.keys)
         return root
 
     def _store(self, td: TensorDictBase, root: TensorDictBase) -> TensorDictBase | None:
@@ -243,9 +312,9 @@ class TensorDictSteps:
             if self.arguments.adds_frames:
                 clone: TensorDictBase = td.clone()
                 return clone
-            devices = self.devices
-            self.buffer.append(td, devices.stores_without_waiting)
-            if devices.storing is not None and not devices.no_cuda_sync:
+            devices, storing = self.devices, self.devices.storing
+            self.buffer.append(td, storing is not None and devices.is_non_blocking(storing, devices.sync_storage))
+            if storing is not None and not devices.no_cuda_sync:
                 devices.sync_storage()
             return None
         finally:  # even if storing failed, because the environment has made its step
@@ -303,8 +372,10 @@ class ArraySteps(TensorDictSteps):
         super().__init__(*args)
         policy = self.policy
         self._tensor_policy: PlainModule | TensorPolicy | None = None
-        if isinstance(policy, PlainModule | TensorPolicy) and all(type(k) is str for keys in policy.keys for k in keys):
-            self._tensor_policy = policy
+        if isinstance(policy, PlainModule | TensorPolicy):
+            module = policy.given if isinstance(policy, PlainModule) else policy
+            if all(type(key) is str for key in [*module.in_keys, *module.out_keys]):
+                self._tensor_policy = policy
         self._no_flags = self.env.no_flags()
         self._known_arrays = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """Tensors that the environment put at the root of the next step, each with its array, by name."""
@@ -318,7 +389,9 @@ class ArraySteps(TensorDictSteps):
             return False
         names = ("step_and_maybe_reset", "play", "container")
         is_own = all(name not in vars(env) and getattr(type(env), name) is getattr(GymEnv, name) for name in names)
-        return is_own and devices.are_alike_on_cpu and is_fast_path_on()
+        used = (devices.storing, devices.policy, devices.env)
+        is_on_cpu = all(device is None or device.type == "cpu" for device in used)
+        return is_own and is_on_cpu and not devices.cast_to_policy_device and is_fast_path_on()
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
@@ -327,9 +400,8 @@ class ArraySteps(TensorDictSteps):
             return super().step(random)
         entries = carrier.entries
         policy, td, given = self._tensor_policy, None, None
-        if policy is not None and not random and policy.is_plain():
-            in_names, out_names = policy.keys
-            out = policy.compute([entries.get(name) for name in in_names])
+        if policy is not None and not random and (found := policy.compute(entries)) is not None:
+            out_names, out = found
             values = out if type(out) is tuple else (out,)
             if len(values) == len(out_names):
                 following = entries | dict(zip(out_names, values, strict=True))
@@ -344,7 +416,7 @@ class ArraySteps(TensorDictSteps):
             following.pop("collector", None)
             given = self._arrays_to_store(following, rows)
         if given is None:
-            return self._store(td, self._step_env(td))
+            return self._store(td, self.play(td))
         index = buffer.next_row()
         for name, array in rows.root.items():
             array[index] = given[name]
@@ -473,15 +545,28 @@ class RolloutBuffer:
         """Start a rollout, and drop the steps of an earlier, unfinished one."""
         self.count = 0
         self._clones: list[TensorDictBase] | None = None
-        self._set_batch(None)
+        self._use_batch(None)
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Store a copy of one step of shape ``[*batch_size]``. If this raises, the step is not part of the rollout. The
         caller may change the step's tensors afterwards; on other devices than the CPU, with ``non_blocking``, only by
         work that the device orders after the copy."""
-        if not self.count:
-            self._prepare(step)
         values = None if self._clones is not None else self._values(step)
+        if not self.count:
+            # Only the first step decides on devices: a later step from another device is copied to them.
+            expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
+            if values is None or (self.device is None and [value.device for value in values] != expected):
+                self._expect(None)
+                if step.batch_size != self._batch_size:
+                    raise ValueError(
+                        f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
+                        f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
+                        "environment's batch size"
+                    )
+                self._expect(step)
+                values = self._values(step)
+            if self._batch is None and self.layout is not None:
+                self._use_batch(self.layout)
         if values is None:
             self._append_clone(step, non_blocking)
         else:
@@ -497,7 +582,7 @@ class RolloutBuffer:
         if layout is None or self._clones is not None:
             return None
         if self._batch is None:
-            self._allocate_batch(layout)
+            self._use_batch(layout)
         if self._rows is None and all(leaf.device.type == "cpu" for leaf in layout.leaves):
             try:
                 memory = [leaf.numpy() for leaf in self._staged or self._targets]
@@ -537,30 +622,14 @@ class RolloutBuffer:
             torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
             self._num_flushed = self.count
 
-    def _prepare(self, step: TensorDictBase) -> None:
-        """Before the first step of a rollout: expect its layout, and allocate memory if there is a layout."""
-        # Only the first step decides on devices: a later step from another device is copied to them.
-        values = self._values(step)
-        expected = [] if self.layout is None else [leaf.device for leaf in self.layout.leaves]
-        if values is None or (self.device is None and [value.device for value in values] != expected):
-            self._expect(None)
-            if step.batch_size != self._batch_size:
-                raise ValueError(
-                    f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
-                    f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
-                    "environment's batch size"
-                )
-            self._expect(step)
-        if self._batch is None and self.layout is not None:
-            self._allocate_batch(self.layout)
-
-    def _allocate_batch(self, layout: BatchLayout) -> None:
-        batch = self.allocate(layout)
-        self._set_batch(empty_batch(layout) if batch is None else batch)
-
-    def _set_batch(self, batch: TensorDictBase | None) -> None:
-        """Write to this batch from now on. None: drop the last one."""
-        targets = [] if batch is None or self.layout is None else self.layout.tensors(batch)
+    def _use_batch(self, layout: BatchLayout | None) -> None:
+        """Write to a new batch of this layout from now on. None: drop the last batch."""
+        batch, targets = None, []
+        if layout is not None:
+            batch = self.allocate(layout)
+            if batch is None:
+                batch = empty_batch(layout)
+            targets = layout.tensors(batch)
         self._targets = [leaf.movedim(len(self._batch_size), 0) for leaf in targets]
         self._num_flushed = 0
         if not self._staged:
@@ -590,7 +659,7 @@ class RolloutBuffer:
         found = {} if step is None or layout is None else _leaves(step) or {}
         self._forms = {path: _type_shape_dtype(value) for path, value in found.items()}
         self._staged = []
-        self._set_batch(None)
+        self._use_batch(None)
         if sum(leaf.nbytes for leaf in leaves) <= SMALL_STEP:
             self._staged = [
                 torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
@@ -642,21 +711,16 @@ class NewBatches:
         for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
             if free is None:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
-            else:
-                memory = _storage(leaf.nbytes * layout.steps, free)
-                tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
+                continue
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = np.empty(leaf.nbytes * layout.steps, np.uint8)
+            used = memory.view()  # its memory is free again when nothing uses the leaf's storage any more
+            weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
+            storage = torch.from_numpy(used).untyped_storage()
+            tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage).view(shape))
         return layout.build(tensors)
-
-
-def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
-    """A storage of free or new memory, which is free again when nothing uses the storage any more."""
-    try:
-        memory = free.pop()
-    except IndexError:
-        memory = np.empty(nbytes, np.uint8)
-    used = memory.view()
-    weakref.finalize(used, free.append, memory).atexit = False  # may run in any thread; append is atomic
-    return torch.from_numpy(used).untyped_storage()
 
 
 class SameBatch:

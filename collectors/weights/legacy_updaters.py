@@ -8,7 +8,6 @@ Names and behaviour follow TorchRL's "WeightUpdaterBase" page.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -326,10 +325,3 @@ def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
             f"one, not {updater!r}"
         )
     return updater
-
-
-def push(updater: WeightUpdaterBase, weights: Any, worker_ids: WorkerIds, options: Mapping[str, Any]) -> None:
-    """Push with those options that this updater's ``push_weights`` accepts."""
-    parameters = inspect.signature(updater.push_weights).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    updater.push_weights(weights, worker_ids, **{n: v for n, v in options.items() if takes_all or n in parameters})

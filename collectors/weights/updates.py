@@ -4,7 +4,7 @@
         |  becomes {model_id: weights},                                     |
         |  checked before anything is done                                  |
         |-- a weight updater (deprecated) pushes the policy                 |
-        |-- Senders: models with a sender scheme go to the workers          |
+        |-- models with a sender scheme go to the workers                   |
         '-- ActingWeights: the others are models of this process   <--------'
 
 A model that this collector *receives* is applied here by the scheme above, so this collector only sends it on to its
@@ -18,6 +18,7 @@ In a tree of collectors, each bus counts its own versions and also carries the r
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
 import os
 import time
 import weakref
@@ -34,13 +35,7 @@ from torch import nn
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.weights.legacy_updaters import (
-    WeightUpdaterBase,
-    WorkerIds,
-    make_updater,
-    mark_counted,
-    push,
-)
+from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
@@ -70,7 +65,8 @@ class WeightsAPI:
 
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
-        self._senders = Senders({})
+        self._sender_schemes: dict[str, Any] = {}  # send weights to the workers
+        self._sender_buses: list[Any] = []
         self._worker_devices: dict[int, set[torch.device]] = {}  # devices of each worker's policy
         self.acting_weights = ActingWeights()
 
@@ -145,7 +141,7 @@ class WeightsAPI:
             raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
         if updater is None:
             refuse_misspelt("update_policy_weights_", kwargs, ARGUMENTS, 0.6)
-            if worker_ids is not None and not self._senders.schemes:
+            if worker_ids is not None and not self._sender_schemes:
                 raise TypeError(
                     f"worker_ids={worker_ids!r}, but this {type(self).__name__} has no workers to choose from, because "
                     "it has neither weight_sync_schemes nor a weight_updater: leave worker_ids out"
@@ -155,25 +151,29 @@ class WeightsAPI:
                 raise ValueError(
                     f"a weight updater pushes only the policy, not {sorted(given)}: use weight_sync_schemes"
                 )
-            pushed = partial(push, updater, given["policy"], worker_ids, kwargs | {"timeout": timeout})
+            # With those options that this updater's push_weights() accepts.
+            parameters = inspect.signature(updater.push_weights).parameters
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            options = {n: v for n, v in (kwargs | {"timeout": timeout}).items() if takes_all or n in parameters}
+            pushed = partial(updater.push_weights, given["policy"], worker_ids, **options)
             if blocking:
                 pushed()
             else:
                 await run_in_thread("asyncsync-updater", pushed)
             return
         sent, changes = self._split_update(given, worker_ids)
-        workers, before = self._worker_indices(worker_ids), self._senders.version
+        workers, before = self._worker_indices(worker_ids), self._sent_version
         try:
             if sent:
                 await self._send(sent, workers, timeout if wait else None, blocking=blocking)
         finally:  # even after an error: workers converge to a published version, so this process must apply it, too
-            if changes and (not sent or self._senders.version > before):
+            if changes and (not sent or self._sent_version > before):
                 await self.acting_weights.run_change(partial(self._apply_locally, changes), timeout, blocking=blocking)
 
     def _split_update(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], list[Prepared]]:
         """Split an update into weights for the sender schemes and checked changes to models of this process."""
-        name, senders = type(self).__name__, self._senders
-        sent = {m: w for m, w in given.items() if m in senders.schemes}
+        name, schemes = type(self).__name__, self._sender_schemes
+        sent = {m: w for m, w in given.items() if m in schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
         if sent and (apart := sorted(m for m in own if not self._acts_beside_workers(m))):
             raise ValueError(
@@ -186,12 +186,12 @@ class WeightsAPI:
                 "model: pass the weights themselves, or give it a scheme in weight_sync_schemes"
             )
         if own and worker_ids is not None:
-            raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
+            raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(schemes)}")
         changes = [
             prepared_copy(self._acting_model(m), self._registered_model(m) if w is None else w) for m, w in own.items()
         ]
         for model_id, weights in sent.items():
-            if weights is None and not senders.schemes[model_id].sources.has_default():
+            if weights is None and not schemes[model_id].sources.has_default():
                 self._registered_model(model_id)  # raises UnknownModel if there are no weights to send
         if sent:
             for change in changes:
@@ -206,10 +206,31 @@ class WeightsAPI:
     async def _send(
         self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
     ) -> None:
-        """Send an update by the schemes. Even if only some workers applied it, it is published: the others converge."""
-        before = self._senders.version
+        """Send an update by the schemes. Returns when the workers have applied it or, without a timeout, when it is
+        announced. Even if only some workers applied it, it is published: the others converge. Raises ValueError: the
+        models are on several buses; and the errors of the schemes' ``send`` or ``publish``."""
+        schemes = {model_id: self._sender_schemes[model_id] for model_id in update}
+        buses = buses_of(schemes.values())
+        if len(buses) > 1:
+            raise ValueError(
+                f"workers cannot switch {sorted(update)} together, because each of their schemes has its own bus. "
+                "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
+            )
+        moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.moves_weights}
+        before = self._sent_version
         try:
-            await self._senders.send(update, workers, timeout, blocking=blocking)
+            for bus in buses:  # none, if no scheme moves weights
+                if timeout is None and blocking:
+                    bus.publish(moved, workers)
+                elif timeout is None:
+                    await bus.publish_async(moved, workers)
+                elif blocking:
+                    bus.send(moved, workers, timeout)
+                else:
+                    await bus.send_async(moved, workers, timeout)
+            for scheme in schemes.values():
+                if not scheme.moves_weights:
+                    scheme.send()  # only counts the version
         except PartialSendError as error:
             look = partial(self._raise_worker_failure, error)
             if blocking:
@@ -218,7 +239,7 @@ class WeightsAPI:
                 await loop_thread.run_async(look)
             raise
         finally:
-            if (version := self._senders.version) > before:
+            if (version := self._sent_version) > before:
                 mark_counted()
                 self._on_published(version)
 
@@ -252,7 +273,7 @@ class WeightsAPI:
 
     def push_policy(self, weights: Any, worker_ids: WorkerIds) -> None:
         # Updaters call this to send weights by the policy's scheme.
-        if "policy" not in self._senders.schemes:
+        if "policy" not in self._sender_schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no scheme that sends a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
@@ -298,14 +319,52 @@ class WeightsAPI:
     def _set_up_senders(
         self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes and the updater, without communication. ``context`` has the registered models."""
+        """Prepare schemes and the updater, without communication. Workers switch the models of one bus together, so
+        schemes without an address from the user are moved onto one bus first. ``context.get_model(model_id)`` returns
+        the registered models. ``num_workers`` None: workers come and go. Raises TypeError, ValueError, RuntimeError: a
+        scheme cannot send."""
         updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
-        self._senders = Senders(schemes or {}, context, num_workers)
+        blocking = as_blocking("weight_sync_schemes", schemes or {})
+        for model_id, scheme in blocking.items():
+            if not scheme.moves_weights:
+                continue
+            if scheme.bus.closed:
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] was shut down, perhaps with its collector: construct a new "
+                    "scheme"
+                )
+            owner = _collectors_of_buses.get(scheme.bus)
+            if owner is not None and owner() is not None:
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] already serves another collector: construct a scheme (or a "
+                    "Bus) for each collector"
+                )
+        fresh = {m: scheme for m, scheme in blocking.items() if scheme.role is None or scheme.pid != os.getpid()}
+        join_buses([scheme for scheme in fresh.values() if scheme.moves_weights])
+        for model_id, scheme in blocking.items():
+            if model_id in fresh:
+                has_weights = isinstance(sources.find_model(context, model_id), nn.Module | TensorDictBase | Mapping)
+                called = isinstance(scheme, getattr(context, "called_schemes", ()))
+                remotes: dict[str, Any] = {"remotes": {}} if called else {}  # the collector adds the remotes later
+                source = context if has_weights else None
+                scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
+                continue
+            check = scheme.bus.check_role if scheme.is_registered else scheme.check_can_init
+            check("sender")
+            if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform's scheme has no model_id
+                _check_name("weight_sync_schemes", model_id, scheme)
+            if num_workers is not None and (count := scheme.bus.num_workers) not in (None, num_workers):
+                raise ValueError(
+                    f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
+                    f"{num_workers}: leave num_workers out of init_on_sender(), or do not call it"
+                )
+        self._sender_schemes, self._sender_buses = blocking, buses_of(blocking.values())
+        _collectors_of_buses.update({bus: weakref.ref(self) for bus in self._sender_buses})
         self.weight_updater = updater  # after the schemes, because the updater may look at them
 
     def _connect_senders(self, timeout: float) -> None:
-        connect_all(self._senders.schemes.values(), timeout)
-        if version := self._senders.version:
+        connect_all(self._sender_schemes.values(), timeout)
+        if version := self._sent_version:
             self._on_published(version)
 
     @property
@@ -327,15 +386,11 @@ class WeightsAPI:
             self.weight_updater.init(*args, **kwargs)
 
     @property
-    def _sender_schemes(self) -> dict[str, Any]:
-        return self._senders.schemes
-
-    @property
     def _receiver_schemes(self) -> dict[str, Any]:
         return self.acting_weights.schemes
 
     def _end_weights(self, timeout: float) -> None:
-        shut_down_all([*self._senders.schemes.values(), *self.acting_weights.schemes.values()], timeout)
+        shut_down_all([*self._sender_schemes.values(), *self.acting_weights.schemes.values()], timeout)
 
     # -- from above ---------------------------------------------------------------------------------------------------
 
@@ -371,7 +426,7 @@ class WeightsAPI:
 
     def _pass_versions_on(self) -> None:
         """Make later updates of this collector's buses carry the version that came from above."""
-        for bus in self._senders.buses:
+        for bus in self._sender_buses:
             bus.set_origin(self.acting_weights.origin)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
@@ -409,7 +464,7 @@ class WeightsAPI:
         source = self._registered_model("policy") if given is None else given
         change = prepared_copy(self._acting_model("policy"), source)
         self.acting_weights.apply(lambda: self._apply_locally([change]))
-        if "policy" in self._senders.schemes:
+        if "policy" in self._sender_schemes:
             self.update_policy_weights_(source)
 
     def _receive_weights_scheme(self) -> None:
@@ -439,15 +494,19 @@ class WeightsAPI:
     @property
     def cascades(self) -> bool:
         """Whether the collector sends received updates on to workers. :mod:`asyncsync.bus.applying` reads this."""
-        return bool(self._senders.schemes) or self.weight_updater is not None
+        return bool(self._sender_schemes) or self.weight_updater is not None
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     @property
+    def _sent_version(self) -> int:
+        return max((scheme.version for scheme in self._sender_schemes.values()), default=0)
+
+    @property
     def policy_version(self) -> int:
         """The newest published version; without workers, the version that acts here; in a tree, the root's version."""
-        published = self._senders.schemes and not self.acting_weights.come_by_scheme
-        return self._senders.version if published else self.acting_weights.version()
+        published = self._sender_schemes and self.acting_weights.main_bus is None
+        return self._sent_version if published else self.acting_weights.version()
 
     def increment_version(self) -> None:
         """Count the version of this collector's policy up by one, after a change without a scheme."""
@@ -456,13 +515,19 @@ class WeightsAPI:
 
     def _versions(self) -> dict[str, Any]:
         """The counters that a checkpoint keeps, so that versions continue from it."""
-        sent = {m: scheme.version for m, scheme in self._senders.schemes.items()}
+        sent = {m: scheme.version for m, scheme in self._sender_schemes.items()}
         return {"own": self.acting_weights.local_version, "sent": sent}
 
     def _restore_versions(self, versions: Mapping[str, Any]) -> None:
         """Continue from a result of :meth:`_versions`. A counter that is already higher stays."""
         self.acting_weights.local_version = max(self.acting_weights.local_version, versions["own"])
-        self._senders.restore_versions(versions["sent"])
+        self._restore_sent_versions(versions["sent"])
+
+    def _restore_sent_versions(self, versions: Mapping[str, int]) -> None:
+        """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
+        for model_id, scheme in self._sender_schemes.items():
+            if scheme.version < (version := versions.get(model_id, 0)):
+                scheme.load_state_dict({"version": version})
 
 
 class ActingWeights:
@@ -473,6 +538,8 @@ class ActingWeights:
         gate: the gate of models without a scheme.
         schemes: the receiver schemes, by model id.
         local_version: how many updates were applied here without schemes.
+        main_bus: the receiver schemes' bus whose versions label frames: the policy's, or else the first. None: without
+            receiver schemes.
         updater_versions: returns how many versions the updaters above have counted. None: this collector is no worker.
         newest_above: returns the newest version that was published for this collector, in the count of :meth:`origin`.
             None: only its schemes know of newer versions.
@@ -488,7 +555,7 @@ class ActingWeights:
         self._gates = [self.gate]  # and the gates of the buses
         self._buses: list[Bus] = []  # the buses of ``schemes``
         self._added: dict[str, Scheme] = {}  # schemes that were initialised with the collector as their context
-        self._main_bus: BusCore | None = None  # its versions label frames: the policy's bus, or else the first
+        self.main_bus: BusCore | None = None
 
     # -- steps, and updates between them ------------------------------------------------------------------------------
 
@@ -546,10 +613,6 @@ class ActingWeights:
 
     # -- schemes from above -------------------------------------------------------------------------------------------
 
-    @property
-    def come_by_scheme(self) -> bool:
-        return self._main_bus is not None
-
     def add_receiver(self, scheme: Scheme) -> None:
         """Note a scheme that was initialised with the collector as its context. From now on, its updates are applied
         only between two steps, and its versions label frames."""
@@ -595,7 +658,7 @@ class ActingWeights:
     def _refresh_buses(self) -> None:
         known = self._added | self.schemes
         moving = buses_of([known[m] for m in ("policy", *known) if m in known])
-        self._main_bus = moving[0] if moving else None
+        self.main_bus = moving[0] if moving else None
         self._gates = [self.gate, *(bus.gate for bus in moving if bus.gate is not None)]
         self._buses = buses_of(self.schemes.values())
         self.end_hold()  # the current hold does not hold the new gates
@@ -616,14 +679,14 @@ class ActingWeights:
         above have counted. Otherwise: the version of the schemes or, without schemes, the local version."""
         if self.updater_versions is not None:
             return self.origin()[0] + self.updater_versions()
-        return self.local_version if self._main_bus is None else self.origin()[0]
+        return self.local_version if self.main_bus is None else self.origin()[0]
 
     def origin(self) -> tuple[int, bytes]:
         """The version that schemes have applied, and its metadata: on several buses, those of the main bus. In a tree
         of collectors, this is the root's version."""
-        if self._main_bus is None:
+        if self.main_bus is None:
             return 0, b""
-        acting = self._main_bus.newest_shown(self._main_bus.schemes)
+        acting = self.main_bus.newest_shown(self.main_bus.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
@@ -632,7 +695,7 @@ class ActingWeights:
         for bus in self._buses:
             while (target := bus.newest_target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
-        newest_above, main = self.newest_above, self._main_bus
+        newest_above, main = self.newest_above, self.main_bus
         if newest_above is not None and isinstance(main, Bus):  # otherwise, no bus here counts these versions
             while (newest := newest_above()) - self.origin()[0] > max_lag:
                 main.wait_origin(newest - max_lag, timeout)
@@ -669,98 +732,8 @@ class Holds:
                 self.__exit__()
 
 
-class Senders:
-    """The schemes, by model id, with which a collector sends weights to its workers. Workers switch the models of one
-    bus together, so schemes without an address from the user are moved onto one bus first.
-
-    ``context.get_model(model_id)`` returns the models. ``num_workers`` None: workers come and go. Raises TypeError,
-    ValueError, RuntimeError: a scheme cannot send.
-    """
-
-    def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
-        self.schemes = as_blocking("weight_sync_schemes", schemes)
-        for model_id, scheme in self.schemes.items():
-            if scheme.moves_weights:
-                _check_unused(model_id, scheme.bus)
-        fresh = {m: s for m, s in self.schemes.items() if s.role is None or s.pid != os.getpid()}
-        join_buses([s for s in fresh.values() if s.moves_weights])
-        for model_id, scheme in self.schemes.items():
-            if model_id in fresh:
-                has_weights = isinstance(sources.find_model(context, model_id), nn.Module | TensorDictBase | Mapping)
-                called = isinstance(scheme, getattr(context, "called_schemes", ()))
-                remotes: dict[str, Any] = {"remotes": {}} if called else {}  # the collector adds the remotes later
-                source = context if has_weights else None
-                scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
-            else:
-                check = scheme.bus.check_role if scheme.is_registered else scheme.check_can_init
-                check("sender")
-                _check_initialised(model_id, scheme, num_workers)
-        self.buses = buses_of(self.schemes.values())
-        _senders_of_buses.update({bus: weakref.ref(self) for bus in self.buses})
-
-    async def send(
-        self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
-    ) -> None:
-        """Send one update. Returns when the workers have applied it or, without a timeout, when it is announced. Raises
-        ValueError: the models are on several buses; and the errors of the schemes' ``send`` or ``publish``."""
-        schemes = {model_id: self.schemes[model_id] for model_id in update}
-        buses = buses_of(schemes.values())
-        if len(buses) > 1:
-            raise ValueError(
-                f"workers cannot switch {sorted(update)} together, because each of their schemes has its own bus. "
-                "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
-            )
-        moved = {scheme.model_id or "": update[m] for m, scheme in schemes.items() if scheme.moves_weights}
-        for bus in buses:  # none, if no scheme moves weights
-            if timeout is None and blocking:
-                bus.publish(moved, workers)
-            elif timeout is None:
-                await bus.publish_async(moved, workers)
-            elif blocking:
-                bus.send(moved, workers, timeout)
-            else:
-                await bus.send_async(moved, workers, timeout)
-        for scheme in schemes.values():
-            if not scheme.moves_weights:
-                scheme.send()  # only counts the version
-
-    @property
-    def version(self) -> int:
-        return max((scheme.version for scheme in self.schemes.values()), default=0)
-
-    def restore_versions(self, versions: Mapping[str, int]) -> None:
-        """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
-        for model_id, scheme in self.schemes.items():
-            if scheme.version < (version := versions.get(model_id, 0)):
-                scheme.load_state_dict({"version": version})
-
-
 # A bus has one set of workers, so it can serve only one collector.
-_senders_of_buses: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
-
-
-def _check_unused(model_id: str, bus: Bus) -> None:
-    if bus.closed:
-        raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] was shut down, perhaps with its collector: construct a new scheme"
-        )
-    owner = _senders_of_buses.get(bus)
-    if owner is not None and owner() is not None:
-        raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] already serves another collector: construct a scheme (or a Bus) for "
-            "each collector"
-        )
-
-
-def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
-    if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform's scheme has no model_id
-        _check_name("weight_sync_schemes", model_id, scheme)
-    count = scheme.bus.num_workers
-    if num_workers is not None and count not in (None, num_workers):
-        raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
-            f"{num_workers}: leave num_workers out of init_on_sender(), or do not call it"
-        )
+_collectors_of_buses: weakref.WeakKeyDictionary[Bus, weakref.ref[WeightsAPI]] = weakref.WeakKeyDictionary()
 
 
 def _check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:

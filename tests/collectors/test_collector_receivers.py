@@ -230,10 +230,10 @@ def test_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it
                 while planted.newest_target_of(leaf) == before:
                     pass
             assert (read(leaf.policy), leaf.acting_weights.version()) == ({1}, before)
-        leaf.acting_weights._main_bus.wait_origin(before + 1, 10)
+        leaf.acting_weights.main_bus.wait_origin(before + 1, 10)
         assert (read(leaf.policy), leaf.acting_weights.version()) == ({2}, before + 1)
         with pytest.raises(AckTimeout):
-            leaf.acting_weights._main_bus.wait_origin(before + 2, 0.05)
+            leaf.acting_weights.main_bus.wait_origin(before + 2, 0.05)
 
 
 # -- versions that frames are labelled with, in trees and where the user has initialised the schemes -------------------
@@ -257,7 +257,7 @@ def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_it
                     assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
             assert all(frozenset({version, 9}) == values for values, version in stepping.found)
             assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
-            waiting = thread.submit(leaf.acting_weights._main_bus.wait_origin, 8, 10)
+            waiting = thread.submit(leaf.acting_weights.main_bus.wait_origin, 8, 10)
             middle.update_policy_weights_(Model(7))
             with pytest.raises(TimeoutError):  # it is the middle's version that is newer
                 waiting.result(0.1)

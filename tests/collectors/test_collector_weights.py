@@ -195,7 +195,7 @@ def test_an_update_from_within_a_step_is_refused() -> None:
 def test_schemes_with_addresses_of_their_own_come_onto_one_bus() -> None:
     given = {"policy": sync.SharedMemWeightSyncScheme(), VALUE: sync.ZMQWeightSyncScheme()}
     with MultiSyncCollector([WithModel] * 2, policy(), weight_sync_schemes=given, **options()) as top:
-        (bus,) = top._senders.buses
+        (bus,) = top._sender_buses
         assert {id(s.bus) for s in top._sender_schemes.values()} == {id(bus)}
         assert bus.num_workers == 2
 

@@ -311,7 +311,7 @@ def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
 
 def newest_target_of(collector: Any) -> int:
     """The version that the collector's sender wants it to have, as far as it has been told."""
-    return collector.acting_weights._main_bus.newest_target()
+    return collector.acting_weights.main_bus.newest_target()
 
 
 def batch_bytes(batch: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector
-from asyncsync.collectors.rollout import devices as rollout_devices
+from asyncsync.collectors.rollout import steps as rollout_steps
 from helpers.collecting_single import KINDS, Actor, WalkEnv, environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
@@ -60,13 +60,13 @@ def test_what_waits_depends_on_the_destination(
     monkeypatch.setattr(torch.mps, "synchronize", lambda: found.append("mps"))
     npu = SimpleNamespace(is_available=lambda: "npu" in devices, synchronize=lambda: found.append("npu"))
     monkeypatch.setattr(torch, "npu", npu, raising=False)
-    rollout_devices.synchronisation(None if destination is None else torch.device(destination))()
+    rollout_steps.synchronisation(None if destination is None else torch.device(destination))()
     assert found == waited
 
 
 @pytest.mark.requirement(98)
 def test_the_functions_that_wait_are_installed_for_the_three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_devices, "synchronisation", lambda device: lambda: device)
+    monkeypatch.setattr(rollout_steps, "synchronisation", lambda device: lambda: device)
     with collector(policy_device="cpu", env_device="cpu:0", storing_device="cpu:1") as c:
         used = c._rollouts.devices
         found = [used.sync_policy(), used.sync_env(), used.sync_storage()]
