@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from inspect import Parameter
 from multiprocessing.managers import BaseProxy
 from multiprocessing.util import Finalize
@@ -90,6 +90,8 @@ class GroupCollector(BaseCollector):
     group: WorkerGroup
     _driver: Driver
     _driver_class: type[Driver]
+    _default_scheme: Callable[[], Any] = SharedMemWeightSyncScheme  # makes the policy's if the user gives none
+    _own_arguments: Sequence[Mapping[str, Any]] | None = None  # those that the user gives for each worker alone
     _finalizers: tuple[Callable[[], object], ...]
 
     update_at_each_batch = _delegated("_arguments.update_at_each_batch")
@@ -119,7 +121,7 @@ class GroupCollector(BaseCollector):
         check_platform(type(self).__name__)
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
-        self.num_workers = count = len(factories)
+        self.num_workers = self._num_calls = count = len(factories)
         check_shared(given["replay_buffer"])
         self._arguments = self._batch_arguments(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
@@ -241,7 +243,8 @@ class GroupCollector(BaseCollector):
                 "policy_factory": own_policy,
                 "worker_idx": worker,
             }
-            found.append(self._with_own_arguments(worker, with_partial(given["collector_class"], own, defaults)))
+            own = with_partial(given["collector_class"], own, defaults)
+            found.append(own if self._own_arguments is None else {**own, **self._own_arguments[worker]})
         return found
 
     def _start_workers(
@@ -314,14 +317,6 @@ class GroupCollector(BaseCollector):
 
     def _make_group(self, start_method: str) -> WorkerGroup:
         return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
-
-    def _default_scheme(self) -> Any:
-        """The scheme for the policy's weights if the user gives none."""
-        return SharedMemWeightSyncScheme()
-
-    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A worker's arguments, with those that the user gave for this worker alone."""
-        return arguments
 
     def _check_results(
         self, cat_results: str | int | None, preemptive_threshold: float | None
@@ -475,22 +470,16 @@ class GroupCollector(BaseCollector):
 
     def _check_receives(self, model_id: str) -> None:
         """Raises ValueError: weights that this collector receives under this name would not reach its workers."""
-        is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
-        if not is_passed_on and not self._is_own(model_id):
-            raise ValueError(
-                f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
-                f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
-            )
-
-    def _is_own(self, model_id: str) -> bool:
-        """Whether this collector has a model of this name that is not a copy of the workers'."""
-        if belongs_to("policy", model_id):
-            return False
-        try:
-            follow_path(self, model_id)
-        except (AttributeError, LookupError, TypeError):
-            return False
-        return True
+        if model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None):
+            return  # it is passed on to them
+        if not belongs_to("policy", model_id):
+            with suppress(AttributeError, LookupError, TypeError):
+                follow_path(self, model_id)
+                return  # it is a model of this collector's own
+        raise ValueError(
+            f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
+            f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
+        )
 
     def _apply_given(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:
@@ -591,10 +580,6 @@ class GroupCollector(BaseCollector):
         self.raise_background_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
-
-    @property
-    def _num_calls(self) -> int | None:
-        return self.num_workers
 
     def _call_each(
         self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float

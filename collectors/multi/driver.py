@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ class BatchArguments:
         return self.postproc is not None or self.split_trajs or self.trajectories is not None
 
 
+@dataclass(eq=False)
 class Caller:
     """A caller that wants the next batch.
 
@@ -86,10 +87,12 @@ class Caller:
         is_gone: whether it no longer waits for a batch.
     """
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.keeps_turn = self.error_ends_collection = self.is_being_processed = self.is_gone = False
-        self.made: Batch | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    keeps_turn: bool = False
+    error_ends_collection: bool = False
+    made: Batch | None = None
+    is_being_processed: bool = False
+    is_gone: bool = False
 
 
 class Driver(ABC):
@@ -106,6 +109,7 @@ class Driver(ABC):
         background_error: the error that has ended collection in the background, until it is raised.
     """
 
+    takes_all: bool  # whether a batch has a rollout of every worker, instead of one worker's
     _pools: list[SlotPool]
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
@@ -128,17 +132,17 @@ class Driver(ABC):
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
 
-    # -- how the workers share a batch's frames -----------------------------------------------------------------------
-
-    @staticmethod
-    @abstractmethod
-    def frames_of_batch(frames: list[int]) -> int:
+    @classmethod
+    def frames_of_batch(cls, frames: list[int]) -> int:
         """The frames of a batch, from the frames of each worker's rollouts."""
+        return sum(frames) if cls.takes_all else max(frames)
 
-    @staticmethod
-    @abstractmethod
-    def split(frames: int, count: int) -> list[int]:
+    @classmethod
+    def split(cls, frames: int, count: int) -> list[int]:
         """The frames of each worker's rollouts, from the frames of a batch and the number of workers."""
+        if cls.takes_all:
+            frames = rounded_up("frames_per_batch", frames, "the number of workers", count) // count
+        return [frames] * count
 
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
@@ -379,7 +383,10 @@ class Driver(ABC):
         """Make the workers roll out into the replay buffer until all frames are collected. Frames that were collected
         or requested before count, too."""
         arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
-        round_frames = self._frames_of_free_round()
+        # With rounds, each worker assumes that all others are in its round. Workers write whole trajectories when these
+        # have ended, so those rollouts differ in frames, and each begins one whenever frames are missing.
+        has_rounds = self.takes_all and not arguments.writes_trajectories
+        round_frames = self.frames_of_batch(arguments.frames)
         rounds = [0 for _ in workers]
         requested = [int(worker in self.under_way) for worker in workers]  # rollouts whose results were not taken
 
@@ -392,8 +399,7 @@ class Driver(ABC):
 
         def request(worker: int) -> None:
             while requested[worker] < REQUESTS_AHEAD:
-                # With rounds, each worker assumes that all others are in its round, so all make equally many rollouts.
-                before = expected_frames() if round_frames is None else start + rounds[worker] * round_frames
+                before = start + rounds[worker] * round_frames if has_rounds else expected_frames()
                 if before >= arguments.total_frames:
                     return
                 group.request(worker, NEVER_CUT, before < arguments.init_random_frames)
@@ -411,11 +417,6 @@ class Driver(ABC):
             take(result)
             request(result.worker)
         self.under_way = {}  # these rollouts have been counted
-
-    def _frames_of_free_round(self) -> int | None:
-        """Frames of a round, with one rollout of every worker, if all workers do the same number of rollouts when they
-        run free. None: each worker begins a rollout whenever frames are missing."""
-        return None
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
@@ -459,13 +460,7 @@ class Driver(ABC):
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""
 
-    @staticmethod
-    def frames_of_batch(frames: list[int]) -> int:
-        return max(frames)
-
-    @staticmethod
-    def split(frames: int, count: int) -> list[int]:
-        return [frames] * count
+    takes_all = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -498,19 +493,13 @@ class AsyncDriver(Driver):
 class SyncDriver(Driver):
     """A batch is a rollout of every worker."""
 
+    takes_all = True
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
         self._workers = range(len(self._arguments.frames))
         self._pools = [self.group.slot_pool(self._workers, self._dim)]
-
-    @staticmethod
-    def frames_of_batch(frames: list[int]) -> int:
-        return sum(frames)
-
-    @staticmethod
-    def split(frames: int, count: int) -> list[int]:
-        return [rounded_up("frames_per_batch", frames, "the number of workers", count) // count] * count
 
     async def produce(self) -> Batch:
         if not self.under_way:
@@ -526,16 +515,11 @@ class SyncDriver(Driver):
         self.under_way = {}
         return self._complete(self._pools[0], batch, results)
 
-    def _frames_of_free_round(self) -> int | None:
-        # Workers write whole trajectories when these have ended, so rollouts differ in frames.
-        arguments = self._arguments
-        return None if arguments.writes_trajectories else self.frames_of_batch(arguments.frames)
-
     def _are_done(self) -> bool:
         """Whether all rollouts are done. Cuts the others when enough are done."""
         done, count = len(self.group.results), len(self._workers)
         if self._threshold < 1 and done >= int(count * self._threshold):
-            self.group.page.cut(self._serial)
+            self.group.page.cut = self._serial
         return done == count
 
     def assembled(self, made: Batch) -> TensorDictBase:

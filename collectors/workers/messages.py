@@ -21,6 +21,7 @@ import socket
 import struct
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,12 +95,12 @@ def pickled(value: Any) -> bytes:
         raise
 
 
+@dataclass(eq=False)
 class Parcel:
     """A pickled part of a message. The receiver unpickles it when and where it needs the value: ``loads(parcel)``."""
 
-    def __init__(self, pickled: Any, buffers: Sequence[Any]) -> None:
-        self.pickled = pickled
-        self.buffers = buffers
+    pickled: Any
+    buffers: Sequence[Any]
 
     @classmethod
     def of(cls, value: Any) -> Parcel:

@@ -201,7 +201,7 @@ class Worker:
             given.init_fn()
         arguments = dict(given.arguments)
         if arguments.get("traj_pool") is None:
-            pool: Any = SharedPool(self._page)
+            pool: Any = SharedPool(self._page.place)
             if self._writer is None:  # the page is not shared with other workers
                 pool = StridedPool(pool, self.rank, count)
                 pool.advance(0, first)

@@ -43,7 +43,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
-    group.recheck_waits()
+    group.call_soon(group.recheck_waits)
     with pytest.raises(AckTimeout):
         group.wait(lambda: None, 0.05)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
 def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: WorkerGroup) -> None:
     group.start([], {}, None)
     found: list[int] = []
-    timer = threading.Timer(0.1, lambda: (found.append(1), group.recheck_waits()))
+    timer = threading.Timer(0.1, lambda: (found.append(1), group.call_soon(group.recheck_waits)))
     timer.start()
     assert group.wait(lambda: found, 20) == [1]
     timer.join()
@@ -181,7 +181,7 @@ def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.Mo
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.next()
         told: list[object] = []
-        monkeypatch.setattr(collector.group, "_notify", lambda: told.append(None))
+        monkeypatch.setattr(collector.group, "recheck_waits", lambda: told.append(None))
         with pytest.raises(AckTimeout):
             collector.group.wait(lambda: None, 0.5)
         assert told == []

@@ -153,7 +153,7 @@ def let_pass(group: WorkerGroup) -> None:
     done: list[int] = []
     for _ in range(5):
         group.call_soon(done.append, 1)
-        group.call_soon(group._notify)
+        group.call_soon(group.recheck_waits)
     group.wait(lambda: len(done) == 5, 20)
 
 
@@ -164,7 +164,7 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
     group.pause()
     group.resume()
     group.page.count()
-    group.page.cut(2)
+    group.page.cut = 2
     group.follow(None, 0)
     waits = asked(group, 0)
     assert asked(group, 1).result(20) == 1
