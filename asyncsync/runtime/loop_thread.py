@@ -32,6 +32,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -190,7 +191,7 @@ class Call:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the call is done. Returns False if it is not after ``timeout`` seconds; None: no limit."""
-        return wait_interruptibly(lambda seconds: self.done or self._completed.acquire(timeout=seconds), timeout)
+        return self.done or wait_interruptibly(partial(self._completed.acquire, True), timeout)
 
     def result(self) -> Any:
         """Return what the coroutine returned, or raise what it raised."""
