@@ -216,9 +216,15 @@ class NodeCollector(GroupCollector):
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
             )
         factories = check_factories(create_env_fn, None, default=1)
-        kind = _class_of(given.pop("collector_class"))
+        kind = given.pop("collector_class")
+        if isinstance(kind, str):
+            check_choice("collector_class", kind, KINDS)
+            kind = KINDS[kind]
+        made = kind.func if isinstance(kind, partial) else kind
+        if not callable(made) or (inspect.isclass(made) and not issubclass(made, BaseCollector)):
+            raise TypeError(f"collector_class must be a collector class, or one of {sorted(KINDS)}, not {kind!r}")
         per_node = whole_number("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
-        if getattr(kind.func if isinstance(kind, partial) else kind, "acts_elsewhere", False):
+        if getattr(made, "acts_elsewhere", False):
             factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
         elif per_node > 1:
             raise ValueError(
@@ -382,13 +388,3 @@ class RayCollector(NodeCollector):
 
 def _launcher_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name) for name in ("launcher", "slurm_kwargs", "tcp_port")}
-
-
-def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
-    if isinstance(given, str):
-        check_choice("collector_class", given, KINDS)
-        return KINDS[given]
-    kind = given.func if isinstance(given, partial) else given
-    if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
-        raise TypeError(f"collector_class must be a collector class, or one of {sorted(KINDS)}, not {given!r}")
-    return given

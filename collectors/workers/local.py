@@ -71,7 +71,6 @@ class WorkerProcess:
     """One worker's process, and the trainer's end of its channel."""
 
     def __init__(self, context: Any, owner: str, rank: int, given: tuple[Any, ...], reports: Reports) -> None:
-        self.rank = rank
         self.has_ended = asyncio.Event()
         self._reports = reports
         self._is_open = True  # until the channel ends
@@ -100,10 +99,7 @@ class WorkerProcess:
             there.close()
             listening.close()
         self.pid: int = self.process.pid
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.rank} (pid {self.pid})"
+        self.name = f"worker {rank} (pid {self.pid})"
 
     # -- on the loop thread -------------------------------------------------------------------------------------------
 
@@ -137,7 +133,20 @@ class WorkerProcess:
         self._unwatch()
         self.process.join(1.0)
         self.has_ended.set()
-        self._reports.lost(process_death_error(self.name, self.process.exitcode, starting=not self._is_built))
+        code = self.process.exitcode
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+        text = f"{self.name} {how}, so collection ended. Look at its output on stderr for the cause"
+        if code == -signal.SIGKILL:
+            text += ". The kernel kills processes like this when memory runs out"
+        if not self._is_built:
+            text += (
+                ". It had not started yet: with the start method 'spawn', a program must create its collectors below "
+                "`if __name__ == '__main__':`"
+            )
+        self._reports.lost(PeerLost(text))
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -248,23 +257,6 @@ class LocalFamily(Family):
                 await process.has_ended.wait()
         for process in self.processes:
             process.close()
-
-
-def process_death_error(where: str, code: int | None, *, starting: bool) -> PeerLost:
-    """The error for a process that has ended without sending a failure."""
-    how = f"ended with exit code {code}"
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    text = f"{where} {how}, so collection ended. Look at its output on stderr for the cause"
-    if code == -signal.SIGKILL:
-        text += ". The kernel kills processes like this when memory runs out"
-    if starting:
-        text += (
-            ". It had not started yet: with the start method 'spawn', a program must create its collectors below "
-            "`if __name__ == '__main__':`"
-        )
-    return PeerLost(text)
 
 
 # -- a worker's process ------------------------------------------------------------------------------------------------
