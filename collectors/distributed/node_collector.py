@@ -289,8 +289,8 @@ class RPCCollector(NodeCollector):
             check_length("visible_devices", devices, len(create_env_fn) if is_list(create_env_fn) else 1)
             check_devices({"visible_devices": devices}, of_workers=True)
             devices = [torch.device(device) for device in devices]
-        options_of_rpc = dict(given.pop("tensorpipe_options") or {})
-        family = RPCFamily(options_of_rpc, devices, given["connect_timeout"], **_launcher_options(given))
+        pipe_options = given.pop("tensorpipe_options") or {}
+        family = RPCFamily(pipe_options, devices, given["connect_timeout"], **_launcher_options(given))
         self.backend: str = given.pop("backend")
         self._default_scheme = partial(RPCWeightSyncScheme, backend=self.backend)
         super().__init__(family, create_env_fn, policy, given)

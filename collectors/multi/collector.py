@@ -167,14 +167,17 @@ class GroupCollector(BaseCollector):
         self._has_fixed_batches = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
         total = frames_or_none("total_frames", given["total_frames"])
-        frames = given["frames_per_batch"]
+        frames, count = given["frames_per_batch"], self.num_workers
         if is_list(frames):
-            check_length("frames_per_batch", frames, self.num_workers)
+            check_length("frames_per_batch", frames, count)
             frames = [whole_number(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
             batch_frames = self._driver_class.frames_of_batch(frames)
         else:
             batch_frames = whole_number("frames_per_batch", frames, 1)
-            frames = self._driver_class.split(batch_frames, self.num_workers)
+            each = batch_frames
+            if self._driver_class.takes_all:
+                each = rounded_up("frames_per_batch", batch_frames, "the number of workers", count) // count
+            frames = [each] * count
         if total is not None:
             rounded_up("total_frames", total, "frames_per_batch", batch_frames)
         return BatchArguments(
@@ -329,7 +332,20 @@ class GroupCollector(BaseCollector):
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
-        """Check the number of batch dimensions of a worker's environment (None: it has workers of its own)."""
+        """Raises ValueError: cat_results does not fit the number of batch dimensions of a worker's environment (None:
+        it has workers of its own)."""
+        dim = self._arguments.dim
+        if dim is None or dims is None:
+            return
+        if not -dims - 1 <= dim <= dims:
+            raise ValueError(
+                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
+            )
+        if self._arguments.threshold < 1 and dim % (dims + 1) != dims:
+            raise ValueError(
+                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
+                "or 'stack'"
+            )
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -359,7 +375,7 @@ class GroupCollector(BaseCollector):
         self._driver.run_free()
 
     def is_running(self) -> bool:
-        return self._driver.is_running
+        return self._driver.free_run is not None
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
         return self._driver.paused(owner)
@@ -688,20 +704,6 @@ class MultiSyncCollector(MultiCollector):
             raise ValueError(f"preemptive_threshold must be between 0 and 1, not {preemptive_threshold}")
         self.preemptive_threshold = threshold
         return None if isinstance(cat_results, str) else cat_results, threshold
-
-    def _check_dims(self, dims: int | None) -> None:
-        dim = self._arguments.dim
-        if dim is None or dims is None:
-            return
-        if not -dims - 1 <= dim <= dims:
-            raise ValueError(
-                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
-            )
-        if self.preemptive_threshold < 1 and dim % (dims + 1) != dims:
-            raise ValueError(
-                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
-                "or 'stack'"
-            )
 
 
 class MultiAsyncCollector(MultiCollector):

@@ -24,7 +24,6 @@ import torch
 from anyio import Semaphore
 from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.arguments import rounded_up
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, check_not_paused_here
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -107,6 +106,7 @@ class Driver(ABC):
         leftover: batches for the next callers: those of interrupted callers, and, with whole trajectories, further ones
             of the same rollout.
         background_error: the error that has ended collection in the background, until it is raised.
+        free_run: the task that makes the workers run free; None: they do not.
     """
 
     takes_all: bool  # whether a batch has a rollout of every worker, instead of one worker's
@@ -118,7 +118,7 @@ class Driver(ABC):
         self.under_way: dict[int, Batch] = {}
         self.leftover: deque[Batch] = deque()
         self.background_error: BaseException | None = None
-        self._free: asyncio.Task[None] | None = None
+        self.free_run: asyncio.Task[None] | None = None
         self._reported: BaseException | None = None  # the latest background_error
         self._collector: BaseCollector = weakref.proxy(collector)  # not kept alive: a forgotten collector ends
         self._name = type(collector).__name__
@@ -126,6 +126,7 @@ class Driver(ABC):
         self._arguments = arguments
         self._serial = 0
         self._undelivered: Batch | None = None
+        self._workers = range(len(arguments.frames))
         self._batches_since_update = [0] * len(arguments.frames)  # of each worker
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
         self._callers: set[Caller] = set()
@@ -137,13 +138,6 @@ class Driver(ABC):
         """The frames of a batch, from the frames of each worker's rollouts."""
         return sum(frames) if cls.takes_all else max(frames)
 
-    @classmethod
-    def split(cls, frames: int, count: int) -> list[int]:
-        """The frames of each worker's rollouts, from the frames of a batch and the number of workers."""
-        if cls.takes_all:
-            frames = rounded_up("frames_per_batch", frames, "the number of workers", count) // count
-        return [frames] * count
-
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
     @abstractmethod
@@ -153,7 +147,7 @@ class Driver(ABC):
     async def _fetch_batch(self, caller: Caller) -> None:
         """Give the caller the next batch, or None at the end. Callers take turns in the order of their calls. If the
         batch takes long to process, the caller keeps its turn until :meth:`_end_call`."""
-        if self._free is not None:
+        if self.free_run is not None:
             self._is_over()  # raises RuntimeError at once, because the background task keeps the turn until its end
         await self._turn.acquire()
         try:
@@ -175,7 +169,7 @@ class Driver(ABC):
     def _is_over(self) -> bool:
         """Whether all batches were handed out; also after shutdown(). Raises RuntimeError: workers run free;
         ClosedError: the collector was shut down before, or this is a forked process."""
-        is_running, has_all_frames = self._free is not None, self.frames >= self._arguments.total_frames
+        is_running, has_all_frames = self.free_run is not None, self.frames >= self._arguments.total_frames
         if has_all_frames and not is_running and self._undelivered is None and not self.leftover:
             return True
         self.group.check()
@@ -207,7 +201,7 @@ class Driver(ABC):
         most = max(batches if workers is None else [batches[worker] for worker in workers])
         if not (arguments.update_at_each_batch or 0 < arguments.max_weight_update_interval <= most):
             return
-        before = [group.relaunches(worker) for worker in range(len(batches))]
+        before = [group.relaunches(worker) for worker in self._workers]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
         except PartialSendError as error:  # except for workers that are launched again: they get the newest weights
@@ -219,7 +213,7 @@ class Driver(ABC):
 
     def note_update(self, workers: list[int] | None) -> None:
         """Note that these workers (None: all) get the newest weights."""
-        for worker in range(len(self._batches_since_update)) if workers is None else workers:
+        for worker in self._workers if workers is None else workers:
             self._batches_since_update[worker] = 0
 
     # -- iteration, in any thread or event loop -----------------------------------------------------------------------
@@ -286,11 +280,10 @@ class Driver(ABC):
         paused the workers."""
         if self._pauses:
             check_not_paused_here(self._name, self._pauses)
-        is_certain = self._free is not None or self._collector.closed or not self.group.is_ours
+        is_certain = self.free_run is not None or self._collector.closed or not self.group.is_ours
         return is_certain and self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
-        """The batch of its rollouts."""
         return made.from_slot() if made.is_complete else self.combine(made.parts())
 
     def _finish_for(self, caller: Caller, made: Batch) -> None:
@@ -354,16 +347,11 @@ class Driver(ABC):
         """Make the workers collect into the replay buffer until all frames are collected."""
 
         async def begin() -> None:
-            if self._free is None:
-                self._free = asyncio.get_running_loop().create_task(self._run_free())
+            if self.free_run is None:
+                self.free_run = asyncio.get_running_loop().create_task(self._run_free())
 
         self.group.check()
         loop_thread.run(begin)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether workers run free."""
-        return self._free is not None
 
     async def _run_free(self) -> None:
         group = self.group
@@ -377,12 +365,12 @@ class Driver(ABC):
                 logger.error("an error ended collection in the background", exc_info=failure)
                 self.background_error = self._reported = failure
         finally:
-            self._free = None
+            self.free_run = None
 
     async def _roll_free(self) -> None:
         """Make the workers roll out into the replay buffer until all frames are collected. Frames that were collected
         or requested before count, too."""
-        arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
+        arguments, workers, group = self._arguments, self._workers, self.group
         # With rounds, each worker assumes that all others are in its round. Workers write whole trajectories when these
         # have ended, so those rollouts differ in frames, and each begins one whenever frames are missing.
         has_rounds = self.takes_all and not arguments.writes_trajectories
@@ -422,13 +410,13 @@ class Driver(ABC):
     def paused(self, owner: object) -> Iterator[None]:
         """A block in which no worker steps. Its owner is a thread, by its identifier, or a task."""
         self._collector.raise_background_error()
-        group, workers = self.group, range(len(self._arguments.frames))
+        group = self.group
         group.check()
         with self._pausing:
             self._pauses.append(owner)
             group.pause()
         try:
-            group.wait(lambda: group.have_paused(workers), ANSWER_SECONDS)
+            group.wait(lambda: group.have_paused(self._workers), ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
@@ -464,11 +452,11 @@ class AsyncDriver(Driver):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._pools = [self.group.slot_pool([worker], -1) for worker in range(len(self._arguments.frames))]
+        self._pools = [self.group.slot_pool([worker], -1) for worker in self._workers]
 
     async def produce(self) -> Batch:
         if self._undelivered is None:
-            for worker in range(len(self._pools)):
+            for worker in self._workers:
                 self._request_if_needed(worker)
             result = (await self.group.until(lambda: self.group.results)).popleft()
             worker = result.worker
@@ -498,7 +486,6 @@ class SyncDriver(Driver):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
-        self._workers = range(len(self._arguments.frames))
         self._pools = [self.group.slot_pool(self._workers, self._dim)]
 
     async def produce(self) -> Batch:
