@@ -284,7 +284,13 @@ class Driver(ABC):
         return is_certain and self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
-        return made.from_slot() if made.is_complete else self.combine(made.parts())
+        if made.is_complete:
+            return made.from_slot()
+        parts = [
+            made.from_slot(index)[..., : result.steps] if result.in_place else result.load()
+            for index, result in enumerate(made.results)
+        ]
+        return self.combine(parts)
 
     def _finish_for(self, caller: Caller, made: Batch) -> None:
         """Finish the batch of a coroutine in another thread. The coroutine's loop may be closed meanwhile."""

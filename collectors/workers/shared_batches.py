@@ -163,13 +163,6 @@ class Batch:
         uncut = self.arrangement.part.steps
         return self.arrangement.dim is None or all(result.steps == uncut for result in self.results)
 
-    def parts(self) -> list[TensorDictBase]:
-        """Each worker's part, with the steps of its rollout."""
-        return [
-            self.from_slot(index)[..., : result.steps] if result.in_place else result.load()
-            for index, result in enumerate(self.results)
-        ]
-
     def from_slot(self, index: int | None = None) -> TensorDictBase:
         """The whole batch in the slot, or one worker's part of it."""
         assert self.arrangement is not None
