@@ -14,7 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,7 +110,6 @@ class Driver(ABC):
     """
 
     takes_all: bool  # whether a batch has a rollout of every worker, instead of one worker's
-    _pools: list[SlotPool]
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
@@ -128,6 +127,10 @@ class Driver(ABC):
         self._undelivered: Batch | None = None
         self._workers = range(len(arguments.frames))
         self._batches_since_update = [0] * len(arguments.frames)  # of each worker
+        if self.takes_all:
+            self._pools = [group.slot_pool(self._workers, arguments.dim)]
+        else:
+            self._pools = [group.slot_pool([worker], -1) for worker in self._workers]
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
         self._callers: set[Caller] = set()
         self._pauses: list[object] = []
@@ -177,10 +180,14 @@ class Driver(ABC):
             raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return False
 
-    def _request(self, worker: int, batch: Batch, frames_before: int) -> None:
+    def _request(self, workers: Sequence[int], pool: SlotPool, frames_before: int) -> None:
+        """Request a rollout of each of these workers, for one batch."""
+        batch = pool.take()
+        self._serial += 1
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
-        self.under_way[worker] = batch
-        self.group.request(worker, self._serial, random, batch.lease)
+        for worker in workers:
+            self.under_way[worker] = batch
+            self.group.request(worker, self._serial, random, batch.lease)
 
     def _complete(self, pool: SlotPool, batch: Batch, results: list[RolloutResult]) -> Batch:
         """Add its results to a batch, and count it."""
@@ -456,10 +463,6 @@ class AsyncDriver(Driver):
 
     takes_all = False
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._pools = [self.group.slot_pool([worker], -1) for worker in self._workers]
-
     async def produce(self) -> Batch:
         if self._undelivered is None:
             for worker in self._workers:
@@ -477,8 +480,7 @@ class AsyncDriver(Driver):
         # Rollouts under way count in full, even if they are cut.
         frames = self.frames + sum([self._arguments.frames[other] for other in self.under_way])
         if worker not in self.under_way and frames < self._arguments.total_frames:
-            self._serial += 1
-            self._request(worker, self._pools[worker].take(), frames)
+            self._request([worker], self._pools[worker], frames)
 
     def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
@@ -489,18 +491,10 @@ class SyncDriver(Driver):
 
     takes_all = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
-        self._pools = [self.group.slot_pool(self._workers, self._dim)]
-
     async def produce(self) -> Batch:
         if not self.under_way:
             await self._update_if_due(None)
-            batch = self._pools[0].take()
-            self._serial += 1
-            for worker in self._workers:
-                self._request(worker, batch, self.frames)
+            self._request(self._workers, self._pools[0], self.frames)
         batch = self.under_way[0]
         await self.group.until(self._are_done)
         results = sorted(self.group.results, key=lambda result: result.worker)
@@ -511,12 +505,12 @@ class SyncDriver(Driver):
     def _are_done(self) -> bool:
         """Whether all rollouts are done. Cuts the others when enough are done."""
         done, count = len(self.group.results), len(self._workers)
-        if self._threshold < 1 and done >= int(count * self._threshold):
+        if self._arguments.threshold < 1 and done >= int(count * self._arguments.threshold):
             self.group.page.cut = self._serial
         return done == count
 
     def assembled(self, made: Batch) -> TensorDictBase:
-        if self._dim is not None or not made.is_complete:
+        if self._arguments.dim is not None or not made.is_complete:
             return super().assembled(made)
         batch = made.from_slot()
         for part, result in zip(batch, made.results, strict=True):
@@ -528,16 +522,16 @@ class SyncDriver(Driver):
         return self._masked(batch, [result.steps for result in made.results])
 
     def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
-        if self._dim is not None:
-            batch: TensorDictBase = torch.cat(parts, self._dim)
+        if self._arguments.dim is not None:
+            batch: TensorDictBase = torch.cat(parts, self._arguments.dim)
             return batch.refine_names(..., "time")
         steps = [part.batch_size[-1] for part in parts]
-        if self._threshold < 1:
+        if self._arguments.threshold < 1:
             parts = [_padded(part, max(steps)) for part in parts]
         return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
 
     def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
-        if self._threshold < 1:
+        if self._arguments.threshold < 1:
             shape = batch.batch_size
             ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
