@@ -68,7 +68,6 @@ class NodeFamily(Family):
 
 
 def answers_until_end(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
-    """A node's answers, including the last one."""
     while True:
         found = answers()
         yield found

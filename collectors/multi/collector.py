@@ -724,7 +724,6 @@ def find_parts(state: Mapping[str, Any], part: str) -> list[Any]:
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two state dicts are equal."""
 
     def same(a: Any, b: Any) -> bool:
         try:

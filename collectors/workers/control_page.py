@@ -86,7 +86,6 @@ class ControlPage:
     cut = _Number(CUT)  # rollouts with this serial number or a smaller one end after their step under way
 
     def stop(self, close_env: bool = True) -> None:
-        """Make all workers end before their next step."""
         self.stopped = 1 if close_env else 2
 
     @property
@@ -104,7 +103,6 @@ class ControlPage:
         return self.numbers[NEWEST + worker]
 
     def count(self) -> None:
-        """Add one to :attr:`counted`."""
         with self._lock:
             self.numbers[COUNTED] += 1
         self.on_change()

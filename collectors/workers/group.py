@@ -321,7 +321,6 @@ class WorkerGroup:
         self.page.paused = True
 
     def resume(self) -> None:
-        """End a pause."""
         self.page.paused = False
         self.call_soon(self._resume)
 

@@ -56,7 +56,6 @@ SWEEP_INTERVAL = 0.01
 
 
 def check_platform(owner: str) -> None:
-    """Raises NotImplementedError: worker processes need Linux."""
     if sys.platform != "linux":
         raise NotImplementedError(
             f"{owner} needs Linux (anonymous shared memory, eventfd), but this is {sys.platform}: use Collector, in "
@@ -110,7 +109,6 @@ class WorkerProcess:
         loop.add_reader(self.channel.fileno(), self.read)
 
     def read(self) -> None:
-        """Report the messages that have come."""
         while self._is_open:
             try:
                 message = self.channel.receive(wait=False)
@@ -270,7 +268,6 @@ def run_worker(
     replay_buffer: Any,
     schemes: Mapping[str, Any],
 ) -> None:
-    """The process's target."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
     sys.setswitchinterval(SWITCH_INTERVAL)

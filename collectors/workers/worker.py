@@ -323,7 +323,6 @@ class Worker:
 
 
 def report_failure(line: TrainerLine, error: BaseException) -> None:
-    """Tell the trainer why this worker ends."""
     try:
         line.send("failed", Failure.of(error))
     except Stopped:
@@ -333,5 +332,4 @@ def report_failure(line: TrainerLine, error: BaseException) -> None:
 
 
 def process_name() -> str:
-    """This process's pid and host, for errors."""
     return f"pid {os.getpid()} on {socket.gethostname()}"
