@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
@@ -39,17 +40,17 @@ class PageValues(NamedTuple):
     newest: int
 
 
+@dataclass(frozen=True)
 class _Number:
     """A number on the page, by its index. Only the trainer writes it."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    index: int
 
     def __get__(self, page: ControlPage, owner: type) -> int:
-        return page.numbers[self._index]
+        return page.numbers[self.index]
 
     def __set__(self, page: ControlPage, number: int) -> None:
-        page.numbers[self._index] = number
+        page.numbers[self.index] = number
         page.on_change()
 
 

@@ -24,7 +24,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -63,6 +64,21 @@ def check_platform(owner: str) -> None:
         )
 
 
+def start_process(context: Any, name: str, function: Callable[..., object], *arguments: Any) -> Any:
+    """Start a process that runs this function, and that Ctrl-C does not end, because the trainer ends it."""
+    # No daemon, because environments and nested collectors have processes of their own.
+    process = context.Process(target=_run, args=(function, arguments), name=name, daemon=False)
+    with sigint_blocked():
+        process.start()
+    return process
+
+
+def _run(function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
+    function(*arguments)
+
+
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 
@@ -82,14 +98,11 @@ class WorkerProcess:
         listening, self._stop_pipe = context.Pipe(duplex=False)
         self.channel = Channel(here)
         try:
-            # No daemon, because environments and nested collectors have processes of their own. The specification is
-            # sent as a message, because arguments go through a pipe of 64 KiB that the process reads after its imports,
-            # and start() would wait for that.
-            self.process = context.Process(
-                target=run_worker, args=(there, listening, rank, *given), name=f"asyncsync-{owner}-{rank}", daemon=False
+            # The specification is sent as a message, because arguments go through a pipe of 64 KiB that the process
+            # reads after its imports, and start_process() would wait for that.
+            self.process = start_process(
+                context, f"asyncsync-{owner}-{rank}", run_worker, there, listening, rank, *given
             )
-            with sigint_blocked():
-                self.process.start()
         except BaseException:
             self.channel.close()
             self._stop_pipe.close()
@@ -268,8 +281,6 @@ def run_worker(
     replay_buffer: Any,
     schemes: Mapping[str, Any],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Before the control page is opened: if that succeeds, this pid was the trainer's, and not yet another process's.
     watched = [stop_pipe, *_trainer_pidfd(place.pid)]
@@ -306,13 +317,15 @@ def _trainer_pidfd(pid: int) -> list[int]:
         return []
 
 
+@dataclass(eq=False)
 class TrainerWatch:
     """Ends a worker's process when its trainer asks for that or has ended."""
 
-    def __init__(self, worker: Worker, page: ControlPage, channel: Channel) -> None:
-        self._worker, self._page, self._channel = worker, page, channel
-        self.ended = threading.Event()
-        self.is_orphaned = False
+    worker: Worker
+    page: ControlPage
+    channel: Channel
+    ended: threading.Event = field(default_factory=threading.Event)
+    is_orphaned: bool = False
 
     def run(self, watched: list[Any]) -> None:
         """In a thread: end this process when the trainer has ended, or the time that it allows is over."""
@@ -323,13 +336,13 @@ class TrainerWatch:
                 [limit] = struct.unpack("d", stop_pipe.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._worker.end_waits(ORPHAN_SECONDS)
+            self.worker.end_waits(ORPHAN_SECONDS)
         self.is_orphaned = True
-        if not self._page.stopped:  # the trainer died without a stop(); the main thread sees this one
-            self._page.stop()
-        self._channel.shutdown()
+        if not self.page.stopped:  # the trainer died without a stop(); the main thread sees this one
+            self.page.stop()
+        self.channel.shutdown()
         self.sweep()
-        self._worker.end_waits(ORPHAN_SECONDS)
+        self.worker.end_waits(ORPHAN_SECONDS)
         self.ended.wait(ORPHAN_SECONDS)
         self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
@@ -340,7 +353,7 @@ class TrainerWatch:
         """Remove the files that a killed trainer has left. Retry for ``patience`` seconds, because the trainer's locks
         stay taken until it has ended altogether and any process that it had just forked has released them."""
         deadline = time.monotonic() + patience
-        for scheme in self._worker.schemes.values():
+        for scheme in self.worker.schemes.values():
             while (private := private_directory(scheme.bus.endpoint)) is not None and private.exists():
                 try:
                     remove_stale_directories(private.parent)

@@ -122,8 +122,9 @@ async def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(monkey
     ends: list[Channel] = []
 
     def process(args: tuple[Any, ...], **_: Any) -> Any:
-        ends.append(Channel(args[0].dup()))
-        return SimpleNamespace(start=lambda: None, pid=1, sentinel=args[1].fileno(), exitcode=0, close=lambda: None)
+        end, pipe, _ = args[1]
+        ends.append(Channel(end.dup()))
+        return SimpleNamespace(start=lambda: None, pid=1, sentinel=pipe.fileno(), exitcode=0, close=lambda: None)
 
     context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
     worker = WorkerProcess(context, "Test", 0, (), Reports(print, print, print))
