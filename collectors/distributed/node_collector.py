@@ -45,7 +45,6 @@ from asyncsync.collectors.options import (
     RolloutOptions,
 )
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
@@ -239,7 +238,6 @@ class NodeCollector(GroupCollector):
                 )
         self.sync = given.pop("sync")
         self._driver_class = SyncDriver if self.sync else AsyncDriver
-        self._connect_timeout = given["connect_timeout"]
         self._nodes = nodes
         kwargs = given.pop("collector_kwargs")
         self._own_arguments = per_worker("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
@@ -251,8 +249,8 @@ class NodeCollector(GroupCollector):
         given["update_at_each_batch"] = given.pop("update_after_each_batch")
         super().__init__(factories, policy, collector_class=kind, **given)
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
+    def _make_family(self, start_method: str) -> NodeFamily:
+        return self._nodes
 
 
 class RPCCollector(NodeCollector):

@@ -55,7 +55,7 @@ from asyncsync.collectors.weights.updates import (
     prepared_copy,
     shut_down_all,
 )
-from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.group import Family, WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification
@@ -149,7 +149,8 @@ class GroupCollector(BaseCollector):
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes alive, and they must not keep this collector
                 scheme.context = _RegisteredModels(self._registered_model)
-        self.group = self._make_group(given["start_method"])
+        family, name = self._make_family(given["start_method"]), type(self).__name__
+        self.group = WorkerGroup(family, name, given["connect_timeout"], self._arguments.trajectories)
         self._driver = self._driver_class(self, self.group, self._arguments)
         self.closed = False
         self._finalizers = make_finalizers(self, self.group, self._sender_schemes)
@@ -318,8 +319,8 @@ class GroupCollector(BaseCollector):
 
     # -- what a subclass decides --------------------------------------------------------------------------------------
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
+    def _make_family(self, start_method: str) -> Family:
+        return LocalFamily(start_method, type(self).__name__)
 
     def _check_results(
         self, cat_results: str | int | None, preemptive_threshold: float | None
