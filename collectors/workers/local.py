@@ -216,7 +216,7 @@ class WorkerProcess:
             return
         self._unwatch()
         self._is_open = False
-        self._flush()
+        self._unsent.clear()
         self.channel.close()
         self._stop_pipe.close()
         if self.process.exitcode is None:
