@@ -32,6 +32,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -138,8 +139,8 @@ class Call:
         self._make = make
         self._task: asyncio.Task[Any] | None = None
         self._caller = threading.current_thread()
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self.value: Any = None  # what the coroutine returned
+        self.error: BaseException | None = None  # what it raised
         self._on_end = on_end  # called in the loop's thread
         self._completed = threading.Lock()
         self._completed.acquire()
@@ -182,7 +183,7 @@ class Call:
                 error = _exit_of(self._caller)
             elif isinstance(error, asyncio.CancelledError):
                 error = RuntimeError("the process is exiting, so asyncsync's event loop has ended")
-        self._value, self._error = value, error
+        self.value, self.error = value, error
         self.done = True
         self._completed.release()
         if self._on_end is not None:
@@ -190,16 +191,7 @@ class Call:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the call is done. Returns False if it is not after ``timeout`` seconds; None: no limit."""
-        return wait_interruptibly(lambda seconds: self.done or self._completed.acquire(timeout=seconds), timeout)
-
-    def result(self) -> Any:
-        """Return what the coroutine returned, or raise what it raised."""
-        try:
-            if self._error is not None:
-                raise self._error
-            return self._value
-        finally:
-            del self  # the exception refers to this frame
+        return self.done or wait_interruptibly(partial(self._completed.acquire, True), timeout)
 
     def cancel(self) -> bool:
         """From any thread: cancel the coroutine. Returns False if the call is on no loop, or its loop is closed."""
@@ -283,7 +275,9 @@ def run(make: Make[T]) -> T:
         _begin(call)
         with interruptible(call.cancel):
             call.wait()
-            return call.result()  # type: ignore[no-any-return]
+            if call.error is not None:
+                raise call.error
+            return call.value  # type: ignore[no-any-return]
     except BaseException:
         if not call.done and call.cancel() and not call.wait(CLEANUP_SECONDS):
             logger.error("an interrupted call is still running after %g s; it continues unattended", CLEANUP_SECONDS)
@@ -303,7 +297,9 @@ async def run_async(make: Make[T]) -> T:
     _begin(call)
     try:
         await finish(ended, call.cancel)
-        return call.result()  # type: ignore[no-any-return]
+        if call.error is not None:
+            raise call.error
+        return call.value  # type: ignore[no-any-return]
     except GeneratorExit:  # the caller's loop was closed
         call.cancel()
         raise

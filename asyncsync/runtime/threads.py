@@ -53,7 +53,7 @@ def until_done(future: concurrent.futures.Future[Any], timeout: float | None = N
     done = threading.Lock()
     done.acquire()
     future.add_done_callback(lambda _: done.release())
-    return wait_interruptibly(lambda seconds: done.acquire(timeout=seconds), timeout)
+    return wait_interruptibly(partial(done.acquire, True), timeout)
 
 
 async def until_done_async(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:

@@ -94,7 +94,6 @@ class GlooFamily(LaunchedFamily):
 
 
 def run_node(meeting: Meeting, rank: int, launched: int) -> None:
-    """A node's program."""
     store = meeting.store()
     node_name = process_name()
     store.set(f"here/{launched}", node_name)

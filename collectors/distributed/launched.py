@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import queue
 import secrets
-import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -31,17 +30,16 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncsync.collectors.arguments import check_choice
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily, answers_until_end
 from asyncsync.collectors.workers.group import Reports
+from asyncsync.collectors.workers.local import KILLED_SECONDS, start_process
 from asyncsync.collectors.workers.messages import Parcel, dumps, loads
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import own_address
-from asyncsync.runtime.threads import sigint_blocked
 from asyncsync.transports.torch_distributed import OwnStore, connect
 from asyncsync.weights.copying import normal_tensors
 
 logger = logging.getLogger("asyncsync")
 
-KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.2
 RANK_KEY = "asyncsync/node/"
 
@@ -82,12 +80,7 @@ class ProcessLauncher(Launcher):
         self._context: Any = multiprocessing.get_context("forkserver" if is_set else "spawn")
 
     def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
-        # No daemon, because environments and nested collectors have processes of their own.
-        process = self._context.Process(
-            target=_in_process, args=(program, arguments), name=f"asyncsync-node-{rank}", daemon=False
-        )
-        with sigint_blocked():
-            process.start()
+        process = start_process(self._context, f"asyncsync-node-{rank}", program, *arguments)
 
         def end() -> str:
             process.join()
@@ -98,12 +91,6 @@ class ProcessLauncher(Launcher):
             wait([process.sentinel], KILLED_SECONDS)
 
         return Running(f"pid {process.pid}", end, kill)
-
-
-def _in_process(program: Program, arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
-    program(*arguments)
 
 
 class SubmititLauncher(Launcher):

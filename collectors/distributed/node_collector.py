@@ -10,10 +10,10 @@ Names and defaults follow TorchRL's ``RayCollector``, "RPCCollector" page and ``
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
@@ -45,7 +45,6 @@ from asyncsync.collectors.options import (
     RolloutOptions,
 )
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
@@ -216,9 +215,15 @@ class NodeCollector(GroupCollector):
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
             )
         factories = check_factories(create_env_fn, None, default=1)
-        kind = _class_of(given.pop("collector_class"))
+        kind = given.pop("collector_class")
+        if isinstance(kind, str):
+            check_choice("collector_class", kind, KINDS)
+            kind = KINDS[kind]
+        made = kind.func if isinstance(kind, partial) else kind
+        if not callable(made) or (inspect.isclass(made) and not issubclass(made, BaseCollector)):
+            raise TypeError(f"collector_class must be a collector class, or one of {sorted(KINDS)}, not {kind!r}")
         per_node = whole_number("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
-        if getattr(kind.func if isinstance(kind, functools.partial) else kind, "acts_elsewhere", False):
+        if getattr(made, "acts_elsewhere", False):
             factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
         elif per_node > 1:
             raise ValueError(
@@ -233,11 +238,10 @@ class NodeCollector(GroupCollector):
                 )
         self.sync = given.pop("sync")
         self._driver_class = SyncDriver if self.sync else AsyncDriver
-        self._connect_timeout = given["connect_timeout"]
         self._nodes = nodes
         kwargs = given.pop("collector_kwargs")
-        self._kwargs = per_worker("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
-        for own in self._kwargs:
+        self._own_arguments = per_worker("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
+        for own in self._own_arguments:
             if not isinstance(own, Mapping):
                 raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {own!r}")
             if set_here := sorted(own.keys() & {*SET_BY_OUTER}):
@@ -245,11 +249,8 @@ class NodeCollector(GroupCollector):
         given["update_at_each_batch"] = given.pop("update_after_each_batch")
         super().__init__(factories, policy, collector_class=kind, **given)
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
-
-    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        return arguments | dict(self._kwargs[worker])
+    def _make_family(self, start_method: str) -> NodeFamily:
+        return self._nodes
 
 
 class RPCCollector(NodeCollector):
@@ -280,18 +281,17 @@ class RPCCollector(NodeCollector):
             AckTimeout, NotConnected: not all nodes were ready within ``connect_timeout``.
         """
         given: dict[str, Any] = {**options}
-        count = len(create_env_fn) if is_list(create_env_fn) else 1
-        family = RPCFamily(
-            dict(given.pop("tensorpipe_options") or {}),
-            _checked_devices(given.pop("visible_devices"), count),
-            given["connect_timeout"],
-            **_launcher_options(given),
-        )
+        if (devices := given.pop("visible_devices")) is not None:
+            if not is_list(devices):
+                raise TypeError(f"visible_devices must be a list with one device per node, not {devices!r}")
+            check_length("visible_devices", devices, len(create_env_fn) if is_list(create_env_fn) else 1)
+            check_devices({"visible_devices": devices}, of_workers=True)
+            devices = [torch.device(device) for device in devices]
+        pipe_options = given.pop("tensorpipe_options") or {}
+        family = RPCFamily(pipe_options, devices, given["connect_timeout"], **_launcher_options(given))
         self.backend: str = given.pop("backend")
+        self._default_scheme = partial(RPCWeightSyncScheme, backend=self.backend)
         super().__init__(family, create_env_fn, policy, given)
-
-    def _default_scheme(self) -> Any:
-        return RPCWeightSyncScheme(backend=self.backend)
 
     def _connect_senders(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -337,10 +337,8 @@ class DistributedCollector(NodeCollector):
         given: dict[str, Any] = {**options}
         family = GlooFamily(**_launcher_options(given), restarts=given.pop("restarts"))
         self.backend: str = given.pop("backend")
+        self._default_scheme = partial(DistributedWeightSyncScheme, backend=self.backend)
         super().__init__(family, create_env_fn, policy, given)
-
-    def _default_scheme(self) -> Any:
-        return DistributedWeightSyncScheme(backend=self.backend)
 
 
 class RayCollector(NodeCollector):
@@ -352,6 +350,7 @@ class RayCollector(NodeCollector):
     """
 
     called_schemes = (RayCore,)
+    _default_scheme = RayWeightSyncScheme
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[RayOptions]) -> None:
@@ -378,9 +377,6 @@ class RayCollector(NodeCollector):
         family = RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts"))
         super().__init__(family, factories, policy, given)
 
-    def _default_scheme(self) -> Any:
-        return RayWeightSyncScheme()
-
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, by rank. ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method in an actor."""
@@ -390,24 +386,3 @@ class RayCollector(NodeCollector):
 
 def _launcher_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name) for name in ("launcher", "slurm_kwargs", "tcp_port")}
-
-
-def _checked_devices(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
-    """The devices, one for each node. Raises TypeError, ValueError: the argument is something else."""
-    if given is None:
-        return None
-    if not is_list(given):
-        raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
-    check_length("visible_devices", given, count)
-    check_devices({"visible_devices": given}, of_workers=True)
-    return [torch.device(device) for device in given]
-
-
-def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
-    if isinstance(given, str):
-        check_choice("collector_class", given, KINDS)
-        return KINDS[given]
-    kind = given.func if isinstance(given, functools.partial) else given
-    if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
-        raise TypeError(f"collector_class must be a collector class, or one of {sorted(KINDS)}, not {given!r}")
-    return given

@@ -68,7 +68,6 @@ class NodeFamily(Family):
 
 
 def answers_until_end(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
-    """A node's answers, including the last one."""
     while True:
         found = answers()
         yield found
@@ -144,15 +143,15 @@ class Node:
 
     def stop(self, seconds: float, close_env: bool = True) -> None:
         """Make the worker end within this time."""
+        first = min(STEP_SECONDS, seconds)
+
+        def end_waits() -> None:
+            if not self.ended.wait(first):
+                self._worker.end_waits(seconds - first)
+
         self._page.stop(close_env)
         self._inbox.put(None)
-        threading.Thread(target=self._end_waits, args=(seconds,), daemon=True).start()
-
-    def _end_waits(self, seconds: float) -> None:
-        """End what the worker waits for, unless it ends by itself."""
-        first = min(STEP_SECONDS, seconds)
-        if not self.ended.wait(first):
-            self._worker.end_waits(seconds - first)
+        threading.Thread(target=end_waits, daemon=True).start()
 
     @property
     def collector(self) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import Parcel, loads
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import PeerLost
-from asyncsync.runtime.threads import until_done
+from asyncsync.runtime.threads import WorkThread, until_done
 from asyncsync.transports.ray_private import import_ray, kill
 
 CONCURRENCY_GROUPS = {"messages": 2, "answers": 1}
@@ -160,19 +160,22 @@ class RayConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[object] = set()
-        self._begun: tuple[Any, threading.Event] | None = None  # the session made here, and the event set at its end
+        self._begun: tuple[Any, WorkThread] | None = None  # the session made here, and a thread that lives as long
 
     def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
         with self._lock:
             if not ray.is_initialized():
                 self._end(ray)  # if hold() made a connection, the program has ended it by ray.shutdown()
-                over = threading.Event()
-                init = partial(ray.init, **config)
+                init, thread = partial(ray.init, **config), WorkThread("asyncsync-ray")
                 if threading.current_thread() is threading.main_thread():
                     init()
-                else:
-                    _init_in_lasting_thread(init, over)
-                self._begun = _session(ray), over
+                else:  # in a lasting thread, because Linux kills the processes that Ray starts when their starter ends
+                    try:
+                        thread.submit_concurrent(init).result()
+                    except BaseException:
+                        thread.abandon()
+                        raise
+                self._begun = _session(ray), thread
             self._holders.add(holder)
 
     def release(self, holder: object, ray: Any) -> None:
@@ -185,10 +188,10 @@ class RayConnection:
     def _end(self, ray: Any) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
-            session, over = begun
+            session, thread = begun
             if ray.is_initialized() and _session(ray) == session:
                 ray.shutdown()
-            over.set()
+            thread.abandon()
 
 
 def _session(ray: Any) -> Any:
@@ -198,20 +201,3 @@ def _session(ray: Any) -> Any:
 
 
 connection = RayConnection()
-
-
-def _init_in_lasting_thread(init: Callable[[], Any], over: threading.Event) -> None:
-    """Call ``init`` in a thread that lives until ``over``, because Linux kills the processes that Ray starts when the
-    thread that has started them ends."""
-    begun: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            begun.set_result(init())
-        except BaseException as error:
-            begun.set_exception(error)
-        else:
-            over.wait()
-
-    threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
-    begun.result()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -125,15 +126,15 @@ def _wait(store: Any, keys: list[str]) -> None:
         store.wait(keys, timedelta(seconds=LEAVE_SECONDS))
 
 
+@dataclass(frozen=True)
 class _Reference:
     """A reference to a node, with the methods of an RRef that schemes use. torch's RRefs are bound to the first RPC
     agent of a process."""
 
-    def __init__(self, agent: str) -> None:
-        self._agent = agent
+    agent: str
 
     def owner(self) -> str:
-        return self._agent
+        return self.agent
 
     def local_value(self) -> Node:
         return this_node()

@@ -447,7 +447,7 @@ def keep_result(group: WorkerGroup, requests: dict[Request, bool], results: dequ
             logger.error("an evaluation failed", exc_info=error)
         results.append(request)
     del requests[request]
-    group.recheck_waits()
+    group.call_soon(group.recheck_waits)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

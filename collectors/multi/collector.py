@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from inspect import Parameter
 from multiprocessing.managers import BaseProxy
 from multiprocessing.util import Finalize
@@ -55,7 +55,7 @@ from asyncsync.collectors.weights.updates import (
     prepared_copy,
     shut_down_all,
 )
-from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.group import Family, WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification, WorkerInfo
@@ -89,6 +89,8 @@ class GroupCollector(BaseCollector):
     group: WorkerGroup
     _driver: Driver
     _driver_class: type[Driver]
+    _default_scheme: Callable[[], Any] = SharedMemWeightSyncScheme  # makes the policy's if the user gives none
+    _own_arguments: Sequence[Mapping[str, Any]] | None = None  # those that the user gives for each worker alone
     _finalizers: tuple[Callable[[], object], ...]
 
     update_at_each_batch = _delegated("_arguments.update_at_each_batch")
@@ -118,7 +120,7 @@ class GroupCollector(BaseCollector):
         check_platform(type(self).__name__)
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
-        self.num_workers = count = len(factories)
+        self.num_workers = self._num_calls = count = len(factories)
         check_shared(given["replay_buffer"])
         self._arguments = self._batch_arguments(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
@@ -146,7 +148,8 @@ class GroupCollector(BaseCollector):
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes alive, and they must not keep this collector
                 scheme.context = _RegisteredModels(self._registered_model)
-        self.group = self._make_group(given["start_method"])
+        family, name = self._make_family(given["start_method"]), type(self).__name__
+        self.group = WorkerGroup(family, name, given["connect_timeout"], self._arguments.trajectories)
         self._driver = self._driver_class(self, self.group, self._arguments)
         self.closed = False
         self._finalizers = make_finalizers(self, self.group, self._sender_schemes)
@@ -164,14 +167,17 @@ class GroupCollector(BaseCollector):
         self._has_fixed_batches = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
         total = frames_or_none("total_frames", given["total_frames"])
-        frames = given["frames_per_batch"]
+        frames, count = given["frames_per_batch"], self.num_workers
         if is_list(frames):
-            check_length("frames_per_batch", frames, self.num_workers)
+            check_length("frames_per_batch", frames, count)
             frames = [whole_number(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
             batch_frames = self._driver_class.frames_of_batch(frames)
         else:
             batch_frames = whole_number("frames_per_batch", frames, 1)
-            frames = self._driver_class.split(batch_frames, self.num_workers)
+            each = batch_frames
+            if self._driver_class.takes_all:
+                each = rounded_up("frames_per_batch", batch_frames, "the number of workers", count) // count
+            frames = [each] * count
         if total is not None:
             rounded_up("total_frames", total, "frames_per_batch", batch_frames)
         return BatchArguments(
@@ -240,7 +246,8 @@ class GroupCollector(BaseCollector):
                 "policy_factory": own_policy,
                 "worker_idx": worker,
             }
-            found.append(self._with_own_arguments(worker, with_partial(given["collector_class"], own, defaults)))
+            own = with_partial(given["collector_class"], own, defaults)
+            found.append(own if self._own_arguments is None else {**own, **self._own_arguments[worker]})
         return found
 
     def _start_workers(
@@ -311,16 +318,8 @@ class GroupCollector(BaseCollector):
 
     # -- what a subclass decides --------------------------------------------------------------------------------------
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
-
-    def _default_scheme(self) -> Any:
-        """The scheme for the policy's weights if the user gives none."""
-        return SharedMemWeightSyncScheme()
-
-    def _with_own_arguments(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A worker's arguments, with those that the user gave for this worker alone."""
-        return arguments
+    def _make_family(self, start_method: str) -> Family:
+        return LocalFamily(start_method, type(self).__name__)
 
     def _check_results(
         self, cat_results: str | int | None, preemptive_threshold: float | None
@@ -333,7 +332,20 @@ class GroupCollector(BaseCollector):
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
-        """Check the number of batch dimensions of a worker's environment (None: it has workers of its own)."""
+        """Raises ValueError: cat_results does not fit the number of batch dimensions of a worker's environment (None:
+        it has workers of its own)."""
+        dim = self._arguments.dim
+        if dim is None or dims is None:
+            return
+        if not -dims - 1 <= dim <= dims:
+            raise ValueError(
+                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
+            )
+        if self._arguments.threshold < 1 and dim % (dims + 1) != dims:
+            raise ValueError(
+                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
+                "or 'stack'"
+            )
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -363,7 +375,7 @@ class GroupCollector(BaseCollector):
         self._driver.run_free()
 
     def is_running(self) -> bool:
-        return self._driver.is_running
+        return self._driver.free_run is not None
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
         return self._driver.paused(owner)
@@ -474,22 +486,16 @@ class GroupCollector(BaseCollector):
 
     def _check_receives(self, model_id: str) -> None:
         """Raises ValueError: weights that this collector receives under this name would not reach its workers."""
-        is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
-        if not is_passed_on and not self._is_own(model_id):
-            raise ValueError(
-                f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
-                f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
-            )
-
-    def _is_own(self, model_id: str) -> bool:
-        """Whether this collector has a model of this name that is not a copy of the workers'."""
-        if belongs_to("policy", model_id):
-            return False
-        try:
-            follow_path(self, model_id)
-        except (AttributeError, LookupError, TypeError):
-            return False
-        return True
+        if model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None):
+            return  # it is passed on to them
+        if not belongs_to("policy", model_id):
+            with suppress(AttributeError, LookupError, TypeError):
+                follow_path(self, model_id)
+                return  # it is a model of this collector's own
+        raise ValueError(
+            f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
+            f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
+        )
 
     def _apply_given(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:
@@ -699,20 +705,6 @@ class MultiSyncCollector(MultiCollector):
         self.preemptive_threshold = threshold
         return None if isinstance(cat_results, str) else cat_results, threshold
 
-    def _check_dims(self, dims: int | None) -> None:
-        dim = self._arguments.dim
-        if dim is None or dims is None:
-            return
-        if not -dims - 1 <= dim <= dims:
-            raise ValueError(
-                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
-            )
-        if self.preemptive_threshold < 1 and dim % (dims + 1) != dims:
-            raise ValueError(
-                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
-                "or 'stack'"
-            )
-
 
 class MultiAsyncCollector(MultiCollector):
     """Steps environments in worker processes, each at its own pace. A batch is one worker's rollout, in order of
@@ -732,7 +724,6 @@ def find_parts(state: Mapping[str, Any], part: str) -> list[Any]:
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two state dicts are equal."""
 
     def same(a: Any, b: Any) -> bool:
         try:

@@ -14,9 +14,9 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from anyio import Semaphore
 from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.arguments import rounded_up
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, check_not_paused_here
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -73,6 +72,7 @@ class BatchArguments:
         return self.postproc is not None or self.split_trajs or self.trajectories is not None
 
 
+@dataclass(eq=False)
 class Caller:
     """A caller that wants the next batch.
 
@@ -86,10 +86,12 @@ class Caller:
         is_gone: whether it no longer waits for a batch.
     """
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.keeps_turn = self.error_ends_collection = self.is_being_processed = self.is_gone = False
-        self.made: Batch | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    keeps_turn: bool = False
+    error_ends_collection: bool = False
+    made: Batch | None = None
+    is_being_processed: bool = False
+    is_gone: bool = False
 
 
 class Driver(ABC):
@@ -104,9 +106,10 @@ class Driver(ABC):
         leftover: batches for the next callers: those of interrupted callers, and, with whole trajectories, further ones
             of the same rollout.
         background_error: the error that has ended collection in the background, until it is raised.
+        free_run: the task that makes the workers run free; None: they do not.
     """
 
-    _pools: list[SlotPool]
+    takes_all: bool  # whether a batch has a rollout of every worker, instead of one worker's
 
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
@@ -114,7 +117,7 @@ class Driver(ABC):
         self.under_way: dict[int, Batch] = {}
         self.leftover: deque[Batch] = deque()
         self.background_error: BaseException | None = None
-        self._free: asyncio.Task[None] | None = None
+        self.free_run: asyncio.Task[None] | None = None
         self._reported: BaseException | None = None  # the latest background_error
         self._collector: BaseCollector = weakref.proxy(collector)  # not kept alive: a forgotten collector ends
         self._name = type(collector).__name__
@@ -122,23 +125,21 @@ class Driver(ABC):
         self._arguments = arguments
         self._serial = 0
         self._undelivered: Batch | None = None
+        self._workers = range(len(arguments.frames))
         self._batches_since_update = [0] * len(arguments.frames)  # of each worker
+        if self.takes_all:
+            self._pools = [group.slot_pool(self._workers, arguments.dim)]
+        else:
+            self._pools = [group.slot_pool([worker], -1) for worker in self._workers]
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
         self._callers: set[Caller] = set()
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
 
-    # -- how the workers share a batch's frames -----------------------------------------------------------------------
-
-    @staticmethod
-    @abstractmethod
-    def frames_of_batch(frames: list[int]) -> int:
+    @classmethod
+    def frames_of_batch(cls, frames: list[int]) -> int:
         """The frames of a batch, from the frames of each worker's rollouts."""
-
-    @staticmethod
-    @abstractmethod
-    def split(frames: int, count: int) -> list[int]:
-        """The frames of each worker's rollouts, from the frames of a batch and the number of workers."""
+        return sum(frames) if cls.takes_all else max(frames)
 
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Driver(ABC):
     async def _fetch_batch(self, caller: Caller) -> None:
         """Give the caller the next batch, or None at the end. Callers take turns in the order of their calls. If the
         batch takes long to process, the caller keeps its turn until :meth:`_end_call`."""
-        if self._free is not None:
+        if self.free_run is not None:
             self._is_over()  # raises RuntimeError at once, because the background task keeps the turn until its end
         await self._turn.acquire()
         try:
@@ -171,7 +172,7 @@ class Driver(ABC):
     def _is_over(self) -> bool:
         """Whether all batches were handed out; also after shutdown(). Raises RuntimeError: workers run free;
         ClosedError: the collector was shut down before, or this is a forked process."""
-        is_running, has_all_frames = self._free is not None, self.frames >= self._arguments.total_frames
+        is_running, has_all_frames = self.free_run is not None, self.frames >= self._arguments.total_frames
         if has_all_frames and not is_running and self._undelivered is None and not self.leftover:
             return True
         self.group.check()
@@ -179,10 +180,14 @@ class Driver(ABC):
             raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return False
 
-    def _request(self, worker: int, batch: Batch, frames_before: int) -> None:
+    def _request(self, workers: Sequence[int], pool: SlotPool, frames_before: int) -> None:
+        """Request a rollout of each of these workers, for one batch."""
+        batch = pool.take()
+        self._serial += 1
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
-        self.under_way[worker] = batch
-        self.group.request(worker, self._serial, random, batch.lease)
+        for worker in workers:
+            self.under_way[worker] = batch
+            self.group.request(worker, self._serial, random, batch.lease)
 
     def _complete(self, pool: SlotPool, batch: Batch, results: list[RolloutResult]) -> Batch:
         """Add its results to a batch, and count it."""
@@ -203,7 +208,7 @@ class Driver(ABC):
         most = max(batches if workers is None else [batches[worker] for worker in workers])
         if not (arguments.update_at_each_batch or 0 < arguments.max_weight_update_interval <= most):
             return
-        before = [group.relaunches(worker) for worker in range(len(batches))]
+        before = [group.relaunches(worker) for worker in self._workers]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
         except PartialSendError as error:  # except for workers that are launched again: they get the newest weights
@@ -215,7 +220,7 @@ class Driver(ABC):
 
     def note_update(self, workers: list[int] | None) -> None:
         """Note that these workers (None: all) get the newest weights."""
-        for worker in range(len(self._batches_since_update)) if workers is None else workers:
+        for worker in self._workers if workers is None else workers:
             self._batches_since_update[worker] = 0
 
     # -- iteration, in any thread or event loop -----------------------------------------------------------------------
@@ -282,12 +287,17 @@ class Driver(ABC):
         paused the workers."""
         if self._pauses:
             check_not_paused_here(self._name, self._pauses)
-        is_certain = self._free is not None or self._collector.closed or not self.group.is_ours
+        is_certain = self.free_run is not None or self._collector.closed or not self.group.is_ours
         return is_certain and self._is_over()
 
     def assembled(self, made: Batch) -> TensorDictBase:
-        """The batch of its rollouts."""
-        return made.from_slot() if made.is_complete else self.combine(made.parts())
+        if made.is_complete:
+            return made.from_slot()
+        parts = [
+            made.from_slot(index)[..., : result.steps] if result.in_place else result.load()
+            for index, result in enumerate(made.results)
+        ]
+        return self.combine(parts)
 
     def _finish_for(self, caller: Caller, made: Batch) -> None:
         """Finish the batch of a coroutine in another thread. The coroutine's loop may be closed meanwhile."""
@@ -350,16 +360,11 @@ class Driver(ABC):
         """Make the workers collect into the replay buffer until all frames are collected."""
 
         async def begin() -> None:
-            if self._free is None:
-                self._free = asyncio.get_running_loop().create_task(self._run_free())
+            if self.free_run is None:
+                self.free_run = asyncio.get_running_loop().create_task(self._run_free())
 
         self.group.check()
         loop_thread.run(begin)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether workers run free."""
-        return self._free is not None
 
     async def _run_free(self) -> None:
         group = self.group
@@ -373,13 +378,16 @@ class Driver(ABC):
                 logger.error("an error ended collection in the background", exc_info=failure)
                 self.background_error = self._reported = failure
         finally:
-            self._free = None
+            self.free_run = None
 
     async def _roll_free(self) -> None:
         """Make the workers roll out into the replay buffer until all frames are collected. Frames that were collected
         or requested before count, too."""
-        arguments, workers, group = self._arguments, range(len(self._arguments.frames)), self.group
-        round_frames = self._frames_of_free_round()
+        arguments, workers, group = self._arguments, self._workers, self.group
+        # With rounds, each worker assumes that all others are in its round. Workers write whole trajectories when these
+        # have ended, so those rollouts differ in frames, and each begins one whenever frames are missing.
+        has_rounds = self.takes_all and not arguments.writes_trajectories
+        round_frames = self.frames_of_batch(arguments.frames)
         rounds = [0 for _ in workers]
         requested = [int(worker in self.under_way) for worker in workers]  # rollouts whose results were not taken
 
@@ -392,8 +400,7 @@ class Driver(ABC):
 
         def request(worker: int) -> None:
             while requested[worker] < REQUESTS_AHEAD:
-                # With rounds, each worker assumes that all others are in its round, so all make equally many rollouts.
-                before = expected_frames() if round_frames is None else start + rounds[worker] * round_frames
+                before = start + rounds[worker] * round_frames if has_rounds else expected_frames()
                 if before >= arguments.total_frames:
                     return
                 group.request(worker, NEVER_CUT, before < arguments.init_random_frames)
@@ -412,22 +419,17 @@ class Driver(ABC):
             request(result.worker)
         self.under_way = {}  # these rollouts have been counted
 
-    def _frames_of_free_round(self) -> int | None:
-        """Frames of a round, with one rollout of every worker, if all workers do the same number of rollouts when they
-        run free. None: each worker begins a rollout whenever frames are missing."""
-        return None
-
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
         """A block in which no worker steps. Its owner is a thread, by its identifier, or a task."""
         self._collector.raise_background_error()
-        group, workers = self.group, range(len(self._arguments.frames))
+        group = self.group
         group.check()
         with self._pausing:
             self._pauses.append(owner)
             group.pause()
         try:
-            group.wait(lambda: group.have_paused(workers), ANSWER_SECONDS)
+            group.wait(lambda: group.have_paused(self._workers), ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
@@ -459,21 +461,11 @@ class Driver(ABC):
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""
 
-    @staticmethod
-    def frames_of_batch(frames: list[int]) -> int:
-        return max(frames)
-
-    @staticmethod
-    def split(frames: int, count: int) -> list[int]:
-        return [frames] * count
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._pools = [self.group.slot_pool([worker], -1) for worker in range(len(self._arguments.frames))]
+    takes_all = False
 
     async def produce(self) -> Batch:
         if self._undelivered is None:
-            for worker in range(len(self._pools)):
+            for worker in self._workers:
                 self._request_if_needed(worker)
             result = (await self.group.until(lambda: self.group.results)).popleft()
             worker = result.worker
@@ -488,8 +480,7 @@ class AsyncDriver(Driver):
         # Rollouts under way count in full, even if they are cut.
         frames = self.frames + sum([self._arguments.frames[other] for other in self.under_way])
         if worker not in self.under_way and frames < self._arguments.total_frames:
-            self._serial += 1
-            self._request(worker, self._pools[worker].take(), frames)
+            self._request([worker], self._pools[worker], frames)
 
     def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
@@ -498,27 +489,12 @@ class AsyncDriver(Driver):
 class SyncDriver(Driver):
     """A batch is a rollout of every worker."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
-        self._workers = range(len(self._arguments.frames))
-        self._pools = [self.group.slot_pool(self._workers, self._dim)]
-
-    @staticmethod
-    def frames_of_batch(frames: list[int]) -> int:
-        return sum(frames)
-
-    @staticmethod
-    def split(frames: int, count: int) -> list[int]:
-        return [rounded_up("frames_per_batch", frames, "the number of workers", count) // count] * count
+    takes_all = True
 
     async def produce(self) -> Batch:
         if not self.under_way:
             await self._update_if_due(None)
-            batch = self._pools[0].take()
-            self._serial += 1
-            for worker in self._workers:
-                self._request(worker, batch, self.frames)
+            self._request(self._workers, self._pools[0], self.frames)
         batch = self.under_way[0]
         await self.group.until(self._are_done)
         results = sorted(self.group.results, key=lambda result: result.worker)
@@ -526,20 +502,15 @@ class SyncDriver(Driver):
         self.under_way = {}
         return self._complete(self._pools[0], batch, results)
 
-    def _frames_of_free_round(self) -> int | None:
-        # Workers write whole trajectories when these have ended, so rollouts differ in frames.
-        arguments = self._arguments
-        return None if arguments.writes_trajectories else self.frames_of_batch(arguments.frames)
-
     def _are_done(self) -> bool:
         """Whether all rollouts are done. Cuts the others when enough are done."""
         done, count = len(self.group.results), len(self._workers)
-        if self._threshold < 1 and done >= int(count * self._threshold):
-            self.group.page.cut(self._serial)
+        if self._arguments.threshold < 1 and done >= int(count * self._arguments.threshold):
+            self.group.page.cut = self._serial
         return done == count
 
     def assembled(self, made: Batch) -> TensorDictBase:
-        if self._dim is not None or not made.is_complete:
+        if self._arguments.dim is not None or not made.is_complete:
             return super().assembled(made)
         batch = made.from_slot()
         for part, result in zip(batch, made.results, strict=True):
@@ -551,16 +522,16 @@ class SyncDriver(Driver):
         return self._masked(batch, [result.steps for result in made.results])
 
     def combine(self, parts: list[TensorDictBase]) -> TensorDictBase:
-        if self._dim is not None:
-            batch: TensorDictBase = torch.cat(parts, self._dim)
+        if self._arguments.dim is not None:
+            batch: TensorDictBase = torch.cat(parts, self._arguments.dim)
             return batch.refine_names(..., "time")
         steps = [part.batch_size[-1] for part in parts]
-        if self._threshold < 1:
+        if self._arguments.threshold < 1:
             parts = [_padded(part, max(steps)) for part in parts]
         return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
 
     def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
-        if self._threshold < 1:
+        if self._arguments.threshold < 1:
             shape = batch.batch_size
             ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())

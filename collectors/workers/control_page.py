@@ -16,8 +16,8 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
@@ -40,17 +40,17 @@ class PageValues(NamedTuple):
     newest: int
 
 
+@dataclass(frozen=True)
 class _Number:
     """A number on the page, by its index. Only the trainer writes it."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    index: int
 
     def __get__(self, page: ControlPage, owner: type) -> int:
-        return page.numbers[self._index]
+        return page.numbers[self.index]
 
     def __set__(self, page: ControlPage, number: int) -> None:
-        page.numbers[self._index] = number
+        page.numbers[self.index] = number
         page.on_change()
 
 
@@ -84,20 +84,15 @@ class ControlPage:
     stopped = _Number(STOP)  # nonzero: all workers end before their next step; 2: they leave their environments open
     paused = _Number(PAUSE)  # nonzero: workers pause before their next step
     counted = _Number(COUNTED)  # versions of the policy that reached the workers without a scheme
+    cut = _Number(CUT)  # rollouts with this serial number or a smaller one end after their step under way
 
     def stop(self, close_env: bool = True) -> None:
-        """Make all workers end before their next step."""
         self.stopped = 1 if close_env else 2
 
     @property
     def closes_env(self) -> bool:
         """Whether a worker closes its environment when it ends."""
         return self.stopped != 2
-
-    def cut(self, serial: int) -> None:
-        """End rollouts with this serial number or a smaller one after their step under way."""
-        self.numbers[CUT] = serial
-        self.on_change()
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Raise the newest version of these workers to ``version``."""
@@ -109,7 +104,6 @@ class ControlPage:
         return self.numbers[NEWEST + worker]
 
     def count(self) -> None:
-        """Add one to :attr:`counted`."""
         with self._lock:
             self.numbers[COUNTED] += 1
         self.on_change()
@@ -128,33 +122,27 @@ class ControlPage:
 
     def advance_trajectories(self, n: int, least: int = 0) -> int:
         """Reserve ``n`` consecutive identifiers, none below ``least``. Returns the first."""
-        with self._locked():
-            first = max(self.numbers[TRAJECTORIES], least)
-            self.numbers[TRAJECTORIES] = first + n
-        return first
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
         with self._lock:
             fcntl.lockf(self._file.fd, fcntl.LOCK_EX, 8)
             try:
-                yield
+                first = max(self.numbers[TRAJECTORIES], least)
+                self.numbers[TRAJECTORIES] = first + n
             finally:
                 fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 8)
+        return first
 
 
 class SharedPool(_TrajectoryPool):
-    """Trajectory identifiers that are unique across all workers of a collector. Pickles as the place of its page."""
+    """Trajectory identifiers that are unique across all workers of a collector, from the control page at this place."""
 
-    def __init__(self, page: ControlPage) -> None:
-        super().__init__()
-        self._page = page
+    def __init__(self, place: MemoryPlace) -> None:
+        self._page = page_at(place)
 
     def advance(self, n: int, least: int = 0) -> int:
         return self._page.advance_trajectories(n, least)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _pool_at, (self._page.place,)
+        return SharedPool, (self._page.place,)
 
 
 def page_at(place: MemoryPlace) -> ControlPage:
@@ -165,7 +153,3 @@ def page_at(place: MemoryPlace) -> ControlPage:
     if page is None:
         page = _open_pages[key] = ControlPage(place)
     return page
-
-
-def _pool_at(place: MemoryPlace) -> SharedPool:
-    return SharedPool(page_at(place))

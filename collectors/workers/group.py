@@ -229,10 +229,6 @@ class WorkerGroup:
         return all(member.is_connected for member in self._members)
 
     @property
-    def _have_ended(self) -> bool:
-        return all(member.has_ended or not member.has_begun for member in self._members)
-
-    @property
     def alive(self) -> int:
         """How many workers run."""
         return sum(not member.has_ended for member in self._members) if not self.is_over else 0
@@ -292,10 +288,7 @@ class WorkerGroup:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def recheck_waits(self) -> None:
-        """Have all waits call their ``met()`` again. From any thread."""
-        self.call_soon(self._notify)
-
-    def _notify(self) -> None:
+        """On the loop thread: have all waits call their ``met()`` again."""
         changed, self._changed = self._changed, Event()
         changed.set()
 
@@ -328,7 +321,6 @@ class WorkerGroup:
         self.page.paused = True
 
     def resume(self) -> None:
-        """End a pause."""
         self.page.paused = False
         self.call_soon(self._resume)
 
@@ -421,7 +413,7 @@ class WorkerGroup:
             if failure is None:
                 self._remember_effect(member, call)
             call.answer = failure, result
-            self._notify()
+            self.recheck_waits()
         elif failure is not None:  # of a repeated call, which no caller awaits
             self._report_failure(member, failure)
 
@@ -466,7 +458,7 @@ class WorkerGroup:
             case ("paused",):
                 member.is_paused = True
                 self._resume()  # the worker may have read the page just before the pause ended
-        self._notify()
+        self.recheck_waits()
 
     def _connect(self, member: _Member) -> None:
         """Send a worker that has connected what has waited for that."""
@@ -487,7 +479,7 @@ class WorkerGroup:
     def _set_failure(self, error: BaseException) -> None:
         if self.failure is None and not self.ending:
             self.failure = error
-        self._notify()
+        self.recheck_waits()
 
     def _report_failure(self, member: _Member, failure: Failure) -> None:
         """End collection, because code has raised in a worker."""
@@ -520,7 +512,7 @@ class WorkerGroup:
             if lost is not error:
                 lost.add_note("Collection is over.")
             self._set_failure(lost)
-        self._notify()
+        self.recheck_waits()
 
     def _relaunch(self, member: _Member) -> None:
         assert self._loop is not None
@@ -551,7 +543,7 @@ class WorkerGroup:
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Ends them at once if cancelled, because no other call would."""
         is_first, self.ending = not self.ending, True
-        self._notify()
+        self.recheck_waits()
         deadline = time.monotonic() + timeout
         try:
             if is_first:
@@ -562,7 +554,9 @@ class WorkerGroup:
                     except Exception as error:
                         logger.debug("worker %d cannot be stopped: %s", member.rank, error)
             with move_on_after(GRACEFUL_PART * timeout if is_first else timeout):
-                while not (self.is_over or (is_first and self._have_ended)):
+                while not self.is_over:
+                    if is_first and all(member.has_ended or not member.has_begun for member in self._members):
+                        break
                     await self._changed.wait()
         except BaseException:
             deadline = 0.0
@@ -573,5 +567,5 @@ class WorkerGroup:
             if not self.is_over:
                 await self.family.end(deadline)
                 self.is_over = True
-                self._notify()
+                self.recheck_waits()
                 loop_thread.set_open(self._shutdown, False)

@@ -24,7 +24,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -56,12 +57,26 @@ SWEEP_INTERVAL = 0.01
 
 
 def check_platform(owner: str) -> None:
-    """Raises NotImplementedError: worker processes need Linux."""
     if sys.platform != "linux":
         raise NotImplementedError(
             f"{owner} needs Linux (anonymous shared memory, eventfd), but this is {sys.platform}: use Collector, in "
             "this process or in your own processes"
         )
+
+
+def start_process(context: Any, name: str, function: Callable[..., object], *arguments: Any) -> Any:
+    """Start a process that runs this function, and that Ctrl-C does not end, because the trainer ends it."""
+    # No daemon, because environments and nested collectors have processes of their own.
+    process = context.Process(target=_run, args=(function, arguments), name=name, daemon=False)
+    with sigint_blocked():
+        process.start()
+    return process
+
+
+def _run(function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
+    function(*arguments)
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
@@ -71,7 +86,6 @@ class WorkerProcess:
     """One worker's process, and the trainer's end of its channel."""
 
     def __init__(self, context: Any, owner: str, rank: int, given: tuple[Any, ...], reports: Reports) -> None:
-        self.rank = rank
         self.has_ended = asyncio.Event()
         self._reports = reports
         self._is_open = True  # until the channel ends
@@ -84,14 +98,11 @@ class WorkerProcess:
         listening, self._stop_pipe = context.Pipe(duplex=False)
         self.channel = Channel(here)
         try:
-            # No daemon, because environments and nested collectors have processes of their own. The specification is
-            # sent as a message, because arguments go through a pipe of 64 KiB that the process reads after its imports,
-            # and start() would wait for that.
-            self.process = context.Process(
-                target=run_worker, args=(there, listening, rank, *given), name=f"asyncsync-{owner}-{rank}", daemon=False
+            # The specification is sent as a message, because arguments go through a pipe of 64 KiB that the process
+            # reads after its imports, and start_process() would wait for that.
+            self.process = start_process(
+                context, f"asyncsync-{owner}-{rank}", run_worker, there, listening, rank, *given
             )
-            with sigint_blocked():
-                self.process.start()
         except BaseException:
             self.channel.close()
             self._stop_pipe.close()
@@ -100,10 +111,7 @@ class WorkerProcess:
             there.close()
             listening.close()
         self.pid: int = self.process.pid
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.rank} (pid {self.pid})"
+        self.name = f"worker {rank} (pid {self.pid})"
 
     # -- on the loop thread -------------------------------------------------------------------------------------------
 
@@ -114,7 +122,6 @@ class WorkerProcess:
         loop.add_reader(self.channel.fileno(), self.read)
 
     def read(self) -> None:
-        """Report the messages that have come."""
         while self._is_open:
             try:
                 message = self.channel.receive(wait=False)
@@ -137,7 +144,20 @@ class WorkerProcess:
         self._unwatch()
         self.process.join(1.0)
         self.has_ended.set()
-        self._reports.lost(process_death_error(self.name, self.process.exitcode, starting=not self._is_built))
+        code = self.process.exitcode
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+        text = f"{self.name} {how}, so collection ended. Look at its output on stderr for the cause"
+        if code == -signal.SIGKILL:
+            text += ". The kernel kills processes like this when memory runs out"
+        if not self._is_built:
+            text += (
+                ". It had not started yet: with the start method 'spawn', a program must create its collectors below "
+                "`if __name__ == '__main__':`"
+            )
+        self._reports.lost(PeerLost(text))
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -196,7 +216,7 @@ class WorkerProcess:
             return
         self._unwatch()
         self._is_open = False
-        self._flush()
+        self._unsent.clear()
         self.channel.close()
         self._stop_pipe.close()
         if self.process.exitcode is None:
@@ -250,23 +270,6 @@ class LocalFamily(Family):
             process.close()
 
 
-def process_death_error(where: str, code: int | None, *, starting: bool) -> PeerLost:
-    """The error for a process that has ended without sending a failure."""
-    how = f"ended with exit code {code}"
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    text = f"{where} {how}, so collection ended. Look at its output on stderr for the cause"
-    if code == -signal.SIGKILL:
-        text += ". The kernel kills processes like this when memory runs out"
-    if starting:
-        text += (
-            ". It had not started yet: with the start method 'spawn', a program must create its collectors below "
-            "`if __name__ == '__main__':`"
-        )
-    return PeerLost(text)
-
-
 # -- a worker's process ------------------------------------------------------------------------------------------------
 
 
@@ -278,9 +281,6 @@ def run_worker(
     replay_buffer: Any,
     schemes: Mapping[str, Any],
 ) -> None:
-    """The process's target."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # environments' processes must not inherit the block
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Before the control page is opened: if that succeeds, this pid was the trainer's, and not yet another process's.
     watched = [stop_pipe, *_trainer_pidfd(place.pid)]
@@ -317,13 +317,15 @@ def _trainer_pidfd(pid: int) -> list[int]:
         return []
 
 
+@dataclass(eq=False)
 class TrainerWatch:
     """Ends a worker's process when its trainer asks for that or has ended."""
 
-    def __init__(self, worker: Worker, page: ControlPage, channel: Channel) -> None:
-        self._worker, self._page, self._channel = worker, page, channel
-        self.ended = threading.Event()
-        self.is_orphaned = False
+    worker: Worker
+    page: ControlPage
+    channel: Channel
+    ended: threading.Event = field(default_factory=threading.Event)
+    is_orphaned: bool = False
 
     def run(self, watched: list[Any]) -> None:
         """In a thread: end this process when the trainer has ended, or the time that it allows is over."""
@@ -334,13 +336,13 @@ class TrainerWatch:
                 [limit] = struct.unpack("d", stop_pipe.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._worker.end_waits(ORPHAN_SECONDS)
+            self.worker.end_waits(ORPHAN_SECONDS)
         self.is_orphaned = True
-        if not self._page.stopped:  # the trainer died without a stop(); the main thread sees this one
-            self._page.stop()
-        self._channel.shutdown()
+        if not self.page.stopped:  # the trainer died without a stop(); the main thread sees this one
+            self.page.stop()
+        self.channel.shutdown()
         self.sweep()
-        self._worker.end_waits(ORPHAN_SECONDS)
+        self.worker.end_waits(ORPHAN_SECONDS)
         self.ended.wait(ORPHAN_SECONDS)
         self.sweep(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
@@ -351,7 +353,7 @@ class TrainerWatch:
         """Remove the files that a killed trainer has left. Retry for ``patience`` seconds, because the trainer's locks
         stay taken until it has ended altogether and any process that it had just forked has released them."""
         deadline = time.monotonic() + patience
-        for scheme in self._worker.schemes.values():
+        for scheme in self.worker.schemes.values():
             while (private := private_directory(scheme.bus.endpoint)) is not None and private.exists():
                 try:
                     remove_stale_directories(private.parent)

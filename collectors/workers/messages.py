@@ -21,6 +21,7 @@ import socket
 import struct
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ import torch
 
 from asyncsync.errors import AckTimeout, RemoteError
 from asyncsync.transports.shared_memory import MemoryFile
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.copying import is_plain_bytes, normal_tensors
 
 MAX_PACKET = 32 << 10
 SEND_SECONDS = 60.0
@@ -51,22 +52,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Does not copy the memory of plain tensors, which torch's own pickling copies twice."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and _is_plain(obj):
+        is_plain = (
+            type(obj) is torch.Tensor
+            and obj.layout is torch.strided
+            and is_plain_bytes(obj)
+            and not (obj.requires_grad or obj.is_quantized or obj.__dict__)
+            and obj.numel() > 0
+        )
+        if is_plain:
             with normal_tensors():
                 memory: Any = obj.reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(memory), obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not tensor.__dict__
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
-    )
 
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -94,12 +91,12 @@ def pickled(value: Any) -> bytes:
         raise
 
 
+@dataclass(eq=False)
 class Parcel:
     """A pickled part of a message. The receiver unpickles it when and where it needs the value: ``loads(parcel)``."""
 
-    def __init__(self, pickled: Any, buffers: Sequence[Any]) -> None:
-        self.pickled = pickled
-        self.buffers = buffers
+    pickled: Any
+    buffers: Sequence[Any]
 
     @classmethod
     def of(cls, value: Any) -> Parcel:

@@ -88,7 +88,7 @@ class Arrangement:
 
     def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
         """The leaves of the whole batch, or one worker's parts, in the layout's order. They keep the memory alive."""
-        with normal_tensors():
+        with torch.inference_mode(False):
             found = [entry.tensor(memory) for entry in self.packed.entries]
         if index is None:
             return found
@@ -121,9 +121,6 @@ class _Slot:
         memory = self.tensor.numpy().data
         self.borrowed = weakref.ref(memory, on_free)
         return memory
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        return 0 <= tensor.untyped_storage().data_ptr() - self.tensor.data_ptr() < self.tensor.nbytes
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
@@ -165,13 +162,6 @@ class Batch:
             return False
         uncut = self.arrangement.part.steps
         return self.arrangement.dim is None or all(result.steps == uncut for result in self.results)
-
-    def parts(self) -> list[TensorDictBase]:
-        """Each worker's part, with the steps of its rollout."""
-        return [
-            self.from_slot(index)[..., : result.steps] if result.in_place else result.load()
-            for index, result in enumerate(self.results)
-        ]
 
     def from_slot(self, index: int | None = None) -> TensorDictBase:
         """The whole batch in the slot, or one worker's part of it."""
@@ -307,7 +297,7 @@ class BatchWriter:
         if views is None or found is None:
             return False, found
         assert self._slot is not None
-        leased = self._arrangement.part
+        slot, leased = self._slot.tensor, self._arrangement.part
         if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
             return False, found
         n = len(found.batch_size)
@@ -322,7 +312,8 @@ class BatchWriter:
             if target.numel() and not is_there:
                 targets.append(target)
                 # An entry in the slot may overlap another entry's target, which may be written before it is read.
-                sources.append(source.clone() if self._slot.contains(source) else source)
+                is_in_slot = 0 <= source.untyped_storage().data_ptr() - slot.data_ptr() < slot.nbytes
+                sources.append(source.clone() if is_in_slot else source)
         if targets:
             with normal_tensors():
                 torch._foreach_copy_(targets, sources)

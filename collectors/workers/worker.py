@@ -201,7 +201,7 @@ class Worker:
             given.init_fn()
         arguments = dict(given.arguments)
         if arguments.get("traj_pool") is None:
-            pool: Any = SharedPool(self._page)
+            pool: Any = SharedPool(self._page.place)
             if self._writer is None:  # the page is not shared with other workers
                 pool = StridedPool(pool, self.rank, count)
                 pool.advance(0, first)
@@ -322,7 +322,6 @@ class Worker:
 
 
 def report_failure(line: TrainerLine, error: BaseException) -> None:
-    """Tell the trainer why this worker ends."""
     try:
         line.send("failed", Failure.of(error))
     except Stopped:
@@ -332,5 +331,4 @@ def report_failure(line: TrainerLine, error: BaseException) -> None:
 
 
 def process_name() -> str:
-    """This process's pid and host, for errors."""
     return f"pid {os.getpid()} on {socket.gethostname()}"

@@ -20,7 +20,7 @@ def test_what_the_trainer_writes_is_read_elsewhere() -> None:
     assert not other.stopped
     assert not other.paused
     assert other.numbers[CUT] == 0
-    page.cut(3)
+    page.cut = 3
     page.paused = True
     page.publish(5, range(3))
     page.publish(7, [2])
@@ -44,7 +44,7 @@ def test_a_place_that_is_gone_is_an_error() -> None:
 @pytest.mark.requirement(109)
 def test_identifiers_are_unique_over_processes() -> None:
     page = ControlPage()
-    pool = SharedPool(page)
+    pool = SharedPool(page.place)
     context: Any = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     workers = [context.Process(target=draw_many, args=(there, pickle.dumps(pool), 500)) for _ in range(2)]
@@ -63,7 +63,7 @@ def test_identifiers_are_unique_over_processes() -> None:
 def test_a_killed_process_does_not_keep_the_counter_locked() -> None:
     page = ControlPage()
     context: Any = multiprocessing.get_context("forkserver")
-    worker = context.Process(target=draw_one_and_die, args=(pickle.dumps(SharedPool(page)),))
+    worker = context.Process(target=draw_one_and_die, args=(pickle.dumps(SharedPool(page.place)),))
     worker.start()
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL

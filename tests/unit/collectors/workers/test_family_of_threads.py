@@ -49,13 +49,13 @@ class ThreadFamily(Family):
 
 
 class SyncThreads(MultiSyncCollector):
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(ThreadFamily(), type(self).__name__)
+    def _make_family(self, start_method: str) -> Family:
+        return ThreadFamily()
 
 
 class AsyncThreads(MultiAsyncCollector):
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(ThreadFamily(), type(self).__name__)
+    def _make_family(self, start_method: str) -> Family:
+        return ThreadFamily()
 
 
 @pytest.mark.parametrize("kind", [SyncThreads, AsyncThreads])

@@ -43,7 +43,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
-    group.recheck_waits()
+    group.call_soon(group.recheck_waits)
     with pytest.raises(AckTimeout):
         group.wait(lambda: None, 0.05)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerG
 def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: WorkerGroup) -> None:
     group.start([], {}, None)
     found: list[int] = []
-    timer = threading.Timer(0.1, lambda: (found.append(1), group.recheck_waits()))
+    timer = threading.Timer(0.1, lambda: (found.append(1), group.call_soon(group.recheck_waits)))
     timer.start()
     assert group.wait(lambda: found, 20) == [1]
     timer.join()
@@ -122,8 +122,9 @@ async def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(monkey
     ends: list[Channel] = []
 
     def process(args: tuple[Any, ...], **_: Any) -> Any:
-        ends.append(Channel(args[0].dup()))
-        return SimpleNamespace(start=lambda: None, pid=1, sentinel=args[1].fileno(), exitcode=0, close=lambda: None)
+        end, pipe, _ = args[1]
+        ends.append(Channel(end.dup()))
+        return SimpleNamespace(start=lambda: None, pid=1, sentinel=pipe.fileno(), exitcode=0, close=lambda: None)
 
     context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
     worker = WorkerProcess(context, "Test", 0, (), Reports(print, print, print))
@@ -181,7 +182,7 @@ def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.Mo
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.next()
         told: list[object] = []
-        monkeypatch.setattr(collector.group, "_notify", lambda: told.append(None))
+        monkeypatch.setattr(collector.group, "recheck_waits", lambda: told.append(None))
         with pytest.raises(AckTimeout):
             collector.group.wait(lambda: None, 0.5)
         assert told == []

@@ -153,7 +153,7 @@ def let_pass(group: WorkerGroup) -> None:
     done: list[int] = []
     for _ in range(5):
         group.call_soon(done.append, 1)
-        group.call_soon(group._notify)
+        group.call_soon(group.recheck_waits)
     group.wait(lambda: len(done) == 5, 20)
 
 
@@ -164,7 +164,7 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
     group.pause()
     group.resume()
     group.page.count()
-    group.page.cut(2)
+    group.page.cut = 2
     group.follow(None, 0)
     waits = asked(group, 0)
     assert asked(group, 1).result(20) == 1
@@ -278,11 +278,11 @@ def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, tot
     lose(group, family, 0)
     driver = run_free(group, total)
     let_pass(group)
-    assert driver.is_running == (total > 0), "the one that is launched again has rollouts to do"
+    assert (driver.free_run is not None) == (total > 0), "the one that is launched again has rollouts to do"
     assert family.kinds(0) == ["build"]
     assert group.failure is None
     family.begin(0)
-    wait_for(lambda: not driver.is_running)
+    wait_for(lambda: not driver.free_run)
     assert driver.frames == total
 
 
@@ -296,10 +296,10 @@ def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Group
         family.roll_out(0)
     wait_for(lambda: driver.frames == 8)
     launch_again(group, family)
-    assert driver.is_running, "the other one works"
+    assert driver.free_run, "the other one works"
     for _ in range(2):
         family.roll_out(1)
-    wait_for(lambda: not driver.is_running)
+    wait_for(lambda: not driver.free_run)
     assert "rollout" not in family.kinds(0)
 
 
