@@ -120,7 +120,7 @@ class GroupCollector(BaseCollector):
         check_platform(type(self).__name__)
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
-        self.num_workers = self._num_calls = count = len(factories)
+        self.num_workers = count = len(factories)
         check_shared(given["replay_buffer"])
         self._arguments = self._batch_arguments(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
