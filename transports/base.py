@@ -52,7 +52,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.model.bound_model import ModelTensors
 from asyncsync.model.strategy import Binding, WeightStrategy, resolve_strategy
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tensors import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
 
 C = TypeVar("C", bound=type)

@@ -35,9 +35,9 @@ from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, finish, run_in_thread
 from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, check_fit
-from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tensors import copy_tensors, normal_tensors
 from asyncsync.weights.tree import dotted, flatten, nest
 
 logger = logging.getLogger("asyncsync")

@@ -50,9 +50,9 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import descriptor_shortage
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import SLAB_RANGES, Slab, SlabPool
+from asyncsync.weights.tensors import normal_tensors
 
 SLOTS = 4
 FORK_WAIT_SECONDS = 2.0

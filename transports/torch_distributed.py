@@ -43,8 +43,8 @@ from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_i
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import MAP_ABOVE, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tensors import normal_tensors
 
 PAIR_BYTES = 64 << 10
 TRANSFER_BYTES = 16  # the length of a transfer's name

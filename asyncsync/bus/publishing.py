@@ -28,11 +28,10 @@ from asyncsync.net.keys import Admission
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
-from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack, pack_slab_values
+from asyncsync.weights.tensors import copy_bytes
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Buffer, Update
 

@@ -22,9 +22,19 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.weights.copying import clone, memory_of, normal_tensors
 from asyncsync.weights.msgpack_limits import check_structure
-from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, have_specs, place_of
+from asyncsync.weights.tensors import (
+    DTYPES,
+    NAMES,
+    are_plain,
+    check_source,
+    clone,
+    have_memory,
+    have_specs,
+    memory_of,
+    normal_tensors,
+    place_of,
+)
 from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array
 
 ALIGNMENT = 64

@@ -1,7 +1,8 @@
 """Slab: the weights of one version as one contiguous, 64-byte-aligned byte buffer.
 
 A :class:`Slab` has a typed view for each entry of its layout. A :class:`SlabPool` hands out slabs, and takes them back
-when nothing can touch them any more. :func:`asyncsync.weights.packing.pack` fills them.
+when nothing can touch them any more. :func:`pack` copies tensors, on any device, into a slab. It is the snapshot of a
+version: once it has returned, the trainer may change its tensors.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from asyncsync.weights.copying import copy_tensors, normal_tensors
-from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
-from asyncsync.weights.tree import Path, nest
+from asyncsync.weights.layout import ALIGNMENT, Layout, pack_values, unpack_values
+from asyncsync.weights.tensors import AddressCache, check_source, clone, copy_tensors, copy_value, normal_tensors
+from asyncsync.weights.tree import FlatWeights, Path, dotted, nest
 
 # From this size on, a slab is a mapping of its own, which goes back to the system at once. In malloc's heap, slabs that
 # come and go while a worker reads would fragment it: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20
 # Copying more takes longer than waiting for pyzmq's collector thread to report that libzmq has released the bytes.
 COPIED_BYTES = 256 << 10
+PROGRESS_BYTES = 4 << 20
+CACHED_BYTES = 4 << 20  # copying so many bytes holds the GIL for half a millisecond
+_is_cpu = attrgetter("is_cpu")
 
 # Begin and end of each memory range that slabs reuse and in which Parameters may lie. The keys are tokens, not
 # addresses: when the end of a mapping is noticed, another one may already have its address.
@@ -388,3 +393,131 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         buffer = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         shift = -buffer.data_ptr() % ALIGNMENT
         return buffer[shift : shift + nbytes]
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def pack(
+    slab: Slab,
+    flat: FlatWeights,
+    progress: Callable[[], None] | None = None,
+    tensors: list[torch.Tensor] | None = None,
+) -> None:
+    """Copy the weights into the slab. When this returns, the sources may change.
+
+    Args:
+        slab: a slab with the layout of these weights.
+        progress: called in this thread whenever ``slab.packed`` has grown by a few megabytes; not for CUDA tensors. The
+            slab's ``values`` must be set already, because they are sent first.
+        tensors: the result of ``slab.layout.arrange(flat)``, if the caller has it.
+    """
+    layout = slab.layout
+    if progress is None:
+        pack_slab_values(slab, flat)
+    if tensors is None:
+        tensors = [flat.tensors[e.path] for e in layout.entries]
+    if not tensors:
+        return
+    if flat.ready is not None:
+        _pack_cuda(slab, tensors, flat.ready)
+        return
+    first = packed = 0  # the first entry to pack next, and how many bytes are packed
+    if progress is not None:
+        views = slab.views
+        for i, entry in enumerate(layout.entries, 1):
+            if (end := entry.offset + entry.nbytes) - packed >= PROGRESS_BYTES:
+                copy_tensors(views[first:i], tensors[first:i])
+                first, packed = i, end
+                slab.packed = end
+                progress()
+    slab.fill(tensors, first)
+    slab.packed = layout.nbytes
+
+
+def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
+    """Encode extra state that is no tensor. Raises what :func:`asyncsync.weights.layout.pack_values` raises."""
+    paths = slab.layout.value_paths
+    slab.values = pack_values({p: flat.values[p] for p in paths}) if paths else b""
+
+
+def copy_flat(flat: FlatWeights) -> FlatWeights:
+    """Copy weights. Each tensor is copied once, on its device, however many names it has. Raises TypeError or
+    ValueError if a tensor cannot be copied."""
+    copies: dict[int, torch.Tensor] = {}
+    for path, tensor in flat.tensors.items():
+        if id(tensor) not in copies:
+            check_source(dotted(path), tensor)
+            copies[id(tensor)] = clone(tensor)
+    tensors = {path: copies[id(tensor)] for path, tensor in flat.tensors.items()}
+    return FlatWeights(tensors, {path: copy_value(dotted(path), value) for path, value in flat.values.items()})
+
+
+def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
+    """Copy from devices to the host, on streams of its own, so that the trainer's kernels run at the same time."""
+    pinned = slab.buffer.is_pinned()
+    streams = {device: torch.cuda.Stream(device) for device in ready}  # type: ignore[no-untyped-call]
+    try:
+        with torch.inference_mode():
+            for device, stream in streams.items():
+                stream.wait_event(ready[device])
+                with torch.cuda.stream(stream):
+                    for view, tensor in zip(slab.views, tensors, strict=True):
+                        if tensor.device == device:
+                            view.copy_(tensor, non_blocking=pinned)
+            others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
+            if others:
+                copy_tensors([v for v, _ in others], [t for _, t in others])
+    finally:
+        # Wait also after an error: the slab then goes back to its pool, where no copy may still write into it.
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
+    """Record an event on the current stream of each CUDA device that the sources are on. None: they are on none. If the
+    process uses CUDA, this also replaces extra state by a copy on the host."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
+    devices = {t.device for t in flat.tensors.values() if t.is_cuda}
+    events = {}
+    for device in devices:
+        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events[device].record(torch.cuda.current_stream(device))
+    return events or None
+
+
+class SourceCache:
+    """Remembers the latest weights with a layout. If the next ones are the same tensors, copying their bytes is
+    enough."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._addresses = AddressCache()
+        self._paths: list[Path] = []
+        self._in_layout_order: list[memoryview] | None = None
+
+    def lookup(self, flat: FlatWeights) -> list[memoryview] | None:
+        """The bytes of each entry of the layout, valid until a tensor gets other memory. None: these weights may be
+        other tensors than the remembered ones."""
+        if self._in_layout_order is None or flat.values or not self._addresses.matches(list(flat.tensors.values())):
+            return None
+        return self._in_layout_order if list(flat.tensors) == self._paths else None
+
+    def remember(self, flat: FlatWeights) -> None:
+        """Remember these weights, which have the layout, unless they are large or copying them takes more than copying
+        bytes: some are tied or not on the CPU, or there is extra state."""
+        layout = self.layout
+        if (
+            layout.nbytes > CACHED_BYTES
+            or layout.aliases
+            or flat.values
+            or not all(map(_is_cpu, flat.tensors.values()))
+        ):
+            return
+        self._in_layout_order = None
+        if (views := self._addresses.lookup(list(flat.tensors.values()))) is not None:
+            self._paths = list(flat.tensors)
+            view_of = dict(zip(self._paths, views, strict=True))
+            self._in_layout_order = [view_of[entry.path] for entry in layout.entries]

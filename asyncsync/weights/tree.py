@@ -22,7 +22,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.weights.copying import PLAIN
+from asyncsync.weights.tensors import PLAIN
 from asyncsync.weights.torch_private import COMPILED
 
 Path = tuple[str, ...]

@@ -37,7 +37,7 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import own_address
 from asyncsync.runtime.threads import sigint_blocked
 from asyncsync.transports.torch_distributed import OwnStore, connect
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.tensors import normal_tensors
 
 logger = logging.getLogger("asyncsync")
 

@@ -30,7 +30,7 @@ import torch
 
 from asyncsync.errors import AckTimeout, RemoteError
 from asyncsync.transports.shared_memory import MemoryFile
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.tensors import normal_tensors
 
 MAX_PACKET = 32 << 10
 SEND_SECONDS = 60.0

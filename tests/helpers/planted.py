@@ -38,8 +38,7 @@ from asyncsync.runtime.threads import Interruption as Interruption
 from asyncsync.runtime.threads import interrupted_by as interrupted_by
 from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import lies_in_slab
+from asyncsync.weights.slab import lies_in_slab, pack
 from asyncsync.weights.tree import flatten
 from asyncsync.wire import codec, messages
 from helpers.apis import bare

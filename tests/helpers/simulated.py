@@ -21,8 +21,7 @@ from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory, Sharer, ShareSlab
 from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import SourceCache
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, SourceCache
 from asyncsync.wire import messages
 from helpers.machines import SHAPES, Borrowed, layout
 

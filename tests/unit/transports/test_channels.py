@@ -14,8 +14,7 @@ from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.transports import channels
 from asyncsync.transports.channels import ChannelReceiver, tagged
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, in_thread
 from helpers.channels import Board, BoardScheme, BoardTransport, Line, board

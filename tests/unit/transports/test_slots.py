@@ -27,8 +27,7 @@ from asyncsync.transports.shared_memory import (
     WeightSlots,
 )
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import SLAB_RANGES, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 from helpers.programs import python

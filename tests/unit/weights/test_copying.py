@@ -11,11 +11,18 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights import copying
-from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_bytes, copy_tensors
+from asyncsync.weights import tensors as copying
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import CACHED_BYTES, FEW_TENSORS, MAX_TENSORS, AddressCache, SourceCache, pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
+from asyncsync.weights.tensors import (
+    FEW_TENSORS,
+    LARGE_NUMEL,
+    MAX_TENSORS,
+    AddressCache,
+    clone,
+    copy_bytes,
+    copy_tensors,
+)
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.bits import bits, raw
 from helpers.command import start
@@ -109,7 +116,7 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
 
 REPLACED = """
 import threading, torch
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tensors import copy_tensors
 
 torch.set_num_threads(1)
 for _ in range(5):
@@ -240,7 +247,7 @@ def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
 
 
-# -- weights that are sent again (asyncsync/weights/packing.py) --------------------------------------------------------
+# -- weights that are sent again (asyncsync/weights/slab.py) --------------------------------------------------------
 
 
 Weights = dict[str, torch.Tensor]

@@ -27,8 +27,7 @@ from asyncsync.weights.encoding import (
     encoding_of,
 )
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
 
 ITEMS = [1, 2, 4, 8, 16]
