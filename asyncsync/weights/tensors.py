@@ -70,7 +70,7 @@ def check_source(name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError, with the name and a remedy, if this tensor's values cannot be sent as bytes."""
     if is_lazy(tensor):
         raise ValueError(f"{name!r} is not initialised yet; run one forward of the lazy module first")
-    if _is_distributed(tensor):
+    if hasattr(tensor, "full_tensor"):
         raise TypeError(
             f"{name!r} is a distributed tensor; publish `tensor.full_tensor()` instead. Every rank must call it: "
             "called on one rank alone, it waits for ever"
@@ -86,10 +86,9 @@ def check_source(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in NAMES:
         remedy = "`.int_repr()` or `.dequantize()`" if tensor.is_quantized else "`.view(torch.uint8)`"
         raise TypeError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent as bytes; use {remedy}")
-    if not _has_whole_memory(tensor):
+    if lost := _lost_memory(tensor):
         raise ValueError(
-            f"{name!r} {_lost_memory_text(tensor)}; publish while it has its values (unshard the module, or load "
-            "offloaded tensors again)"
+            f"{name!r} {lost}; publish while it has its values (unshard the module, or load offloaded tensors again)"
         )
     if type(tensor) not in _PLAIN:
         kind = type(tensor).__name__
@@ -114,7 +113,7 @@ def destination_problem(tensor: torch.Tensor, *, inplace: bool) -> str:
     if is_lazy(tensor):
         return "not initialised yet"
     remedy = "keep a plain tensor, or write a WeightStrategy whose apply_weights() writes this one"
-    if _is_distributed(tensor):
+    if hasattr(tensor, "full_tensor"):
         return f"a distributed tensor ({type(tensor).__name__}), of which this process has only a part: {remedy}"
     if tensor.is_nested:
         return "a nested tensor, which cannot receive: keep its values in a tensor of their own"
@@ -126,8 +125,8 @@ def destination_problem(tensor: torch.Tensor, *, inplace: bool) -> str:
         return "an expanded tensor, whose elements share memory; `.clone()` it"
     if tensor.is_meta:
         return ""
-    if not _has_whole_memory(tensor):
-        return f"a tensor that {_lost_memory_text(tensor)}; give it memory before updates are applied"
+    if lost := _lost_memory(tensor):
+        return f"a tensor that {lost}; give it memory before updates are applied"
     if type(tensor) in _PLAIN:
         return ""
     kind = type(tensor).__name__
@@ -190,23 +189,18 @@ def have_memory(tensors: list[torch.Tensor], sizes: Iterable[int]) -> bool:
     # The sizes alone do not tell: a tensor with an offset or gaps reaches further, an expanded one less far.
     if enough and not any(map(torch.Tensor.storage_offset, tensors)) and all(map(torch.Tensor.is_contiguous, tensors)):
         return True
-    return all(map(_has_whole_memory, tensors))
+    return not any(map(_lost_memory, tensors))
 
 
-def _has_whole_memory(tensor: torch.Tensor) -> bool:
+def _lost_memory(tensor: torch.Tensor) -> str:
+    """What is wrong with the memory of this dense tensor. Empty: nothing."""
     if tensor.is_meta or not tensor.numel():
-        return True
+        return ""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _nbytes(_storage(tensor)) >= (tensor.storage_offset() + last + 1) * tensor.itemsize
-
-
-def _lost_memory_text(tensor: torch.Tensor) -> str:
     left = _nbytes(_storage(tensor))
+    if left >= (tensor.storage_offset() + last + 1) * tensor.itemsize:
+        return ""
     return f"has no memory any more: its storage was resized to {left} bytes, too few for it"
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
 
 
 def _state_attributes(tensor: torch.Tensor) -> list[str]:
@@ -263,13 +257,15 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     # tensors can be written in it, too.
     with torch.inference_mode():
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
-            pairs = zip(destinations, sources, strict=True)
-            large = [i for i, (d, s) in enumerate(pairs) if d.numel() >= LARGE_NUMEL and _copies_as_bytes(d, s)]
-            copy_in_threads([(memory_of(destinations[i]), memory_of(sources[i])) for i in large])
-            torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
-            done = set(large)
-            sources = [s for i, s in enumerate(sources) if i not in done]
-            destinations = [d for i, d in enumerate(destinations) if i not in done]
+            large: list[tuple[torch.Tensor, torch.Tensor]] = []
+            others: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for pair in zip(destinations, sources, strict=True):
+                d, s = pair
+                are_bytes = d.dtype is s.dtype and d.shape == s.shape and is_plain_bytes(d) and is_plain_bytes(s)
+                (large if are_bytes and d.numel() >= LARGE_NUMEL else others).append(pair)
+            copy_in_threads([(memory_of(d), memory_of(s)) for d, s in large])
+            torch.autograd.graph.increment_version([d for d, _ in large if not d.is_inference()])
+            destinations, sources = [d for d, _ in others], [s for _, s in others]
         if destinations:
             foreach_copy(destinations, sources)
 
@@ -280,11 +276,6 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy_tensors([new], [tensor.detach()])
     return new
-
-
-def _copies_as_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    is_same = destination.dtype is source.dtype and destination.shape == source.shape
-    return is_same and is_plain_bytes(destination) and is_plain_bytes(source)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -325,7 +316,8 @@ def copy_in_threads(pairs: list[tuple[memoryview, memoryview]]) -> None:
 
     def copy(share: list[tuple[_Array, _Array]]) -> None:
         try:
-            _copy_all(share)
+            for destination, source in share:
+                np.copyto(destination, source)  # releases the GIL
         except BaseException as error:  # raised below, after all threads have stopped writing
             failures.append(error)
 
@@ -346,11 +338,6 @@ def copy_in_threads(pairs: list[tuple[memoryview, memoryview]]) -> None:
                     failures.append(error)
     if failures:
         raise failures[0]
-
-
-def _copy_all(pieces: list[tuple[_Array, _Array]]) -> None:
-    for destination, source in pieces:
-        np.copyto(destination, source)  # releases the GIL
 
 
 class AddressCache:

@@ -6,6 +6,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,9 +206,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_very_large_copies_are_shared_among_threads_that_last_as_long(shared: pytest.MonkeyPatch) -> None:
-    copied_in = []
-    real = copying._copy_all
-    shared.setattr(copying, "_copy_all", lambda pairs: (copied_in.append(threading.current_thread()), real(pairs)))
+    copied_in, real = [], np.copyto
+    shared.setattr(np, "copyto", lambda *pair: (copied_in.append(threading.current_thread()), real(*pair)))
     sources = [torch.randn(size) for size in (COUNT, 7, 3 * COUNT + 1, COUNT, COUNT + 5)]
     destinations = [torch.zeros_like(source) for source in sources]
     before = threading.enumerate()
@@ -232,22 +232,23 @@ def test_without_another_thread_the_copy_is_made_all_the_same(shared: pytest.Mon
 def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
     shared: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    main, real, over = threading.get_ident(), copying._copy_all, []
+    main, real, over = threading.get_ident(), np.copyto, []
 
-    def failing(pairs: list[Any]) -> None:
+    def failing(destination: Any, source: Any) -> None:
         if (threading.get_ident() == main) is (error is KeyboardInterrupt):
             raise error
         time.sleep(0.05)
-        real(pairs)
+        real(destination, source)
         over.append(True)
 
-    shared.setattr(copying, "_copy_all", failing)
+    shared.setattr(np, "copyto", failing)
+    shared.setattr(copying, "PIECE_BYTES", (4 * COUNT * 4 + 2) // 3)  # one for each thread
     with pytest.raises(error):
         copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
 
 
-# -- weights that are sent again (asyncsync/weights/slab.py) --------------------------------------------------------
+# -- weights that are sent again (asyncsync/weights/slab.py) -----------------------------------------------------------
 
 
 Weights = dict[str, torch.Tensor]
