@@ -282,6 +282,8 @@ def pack_values(values: Mapping[Path, Any]) -> bytes:
     """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it. Raises TypeError if something
     in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is deeper or has more items
     than workers accept, or the values together are larger."""
+    if not values:
+        return b""
     packed = [msgpack.Packer().pack_array_header(len(values))]
     for path, value in values.items():
         name = dotted(path)

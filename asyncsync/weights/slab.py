@@ -54,6 +54,7 @@ class Slab:
     The owner writes a slab once, before any other code sees it. After that it is constant.
 
     Attributes:
+        sent: the bytes as they were sent, even if this process has written into ``buffer`` since.
         values: the msgpack bytes of extra state that is no tensor. They travel in the UPDATE.
         descriptor: tells workers where a transport finds the bytes; None: the bytes travel as chunks.
         leased: workers read this very memory, which they lease until they release it; see
@@ -89,7 +90,7 @@ class Slab:
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
         self.layout = layout
         self.nbytes = layout.nbytes
-        self.buffer = buffer
+        self.buffer = self.sent = buffer
         self.values = b""
         self.descriptor: bytes | None = None
         self.on_release: Callable[[], None] | None = None
@@ -112,11 +113,6 @@ class Slab:
     @property
     def is_used(self) -> bool:
         return self.references > 0
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """The bytes as they were sent, even if this process has written into :attr:`buffer` since."""
-        return self.buffer
 
     @property
     def streamed(self) -> int:
@@ -168,15 +164,11 @@ class Slab:
         """Write received bytes. Raises MemoryError if there is no memory for them."""
         self.memory[offset : offset + len(data)] = data
 
-    def copy_to(self, other: Slab) -> None:
-        """Copy :attr:`sent` and the values into another slab of the same layout."""
-        copy_tensors([other.buffer], [self.sent])
-        other.values = self.values
-
     def copy(self) -> Slab:
         """An independent slab, without a pool, that holds what was sent."""
         twin = Slab.of(self.layout)
-        self.copy_to(twin)
+        copy_tensors([twin.buffer], [self.sent])
+        twin.values = self.values
         return twin
 
     def retain(self) -> Slab:
@@ -207,8 +199,7 @@ class Slab:
     def forget_contents(self) -> None:
         """Drop everything that was derived from the bytes, because they will change."""
         self._contents = None
-        if self.encodings:
-            self.encodings = {}
+        self.encodings.clear()
         if self.base is not None:
             self.drop_base()
 
@@ -249,8 +240,11 @@ class SlabPool:
 
     A pool keeps at most one ``spare`` slab. A released slab is *draining* as long as exported pieces of it exist.
     ``slabs`` counts all that hold memory: ``used``, draining and spare. ``peak`` is the highest count so far.
-    ``on_idle`` is called when a slab has drained, in the thread that released its last piece.
+    ``on_idle`` is called when a slab has drained, in the thread that released its last piece. ``cannot_pin``: this
+    system has refused to pin a slab's memory.
     """
+
+    cannot_pin = False
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
         self.on_idle = on_idle
@@ -281,9 +275,6 @@ class SlabPool:
         """Whether one more slab may be acquired now. Only the number of shared-memory slots is limited."""
         return True
 
-    def __contains__(self, slab: Slab) -> bool:
-        return slab.pool is self
-
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         """Whether :meth:`acquire` needs no expensive allocation."""
         return True
@@ -297,6 +288,7 @@ class SlabPool:
             slab, self.spare = self.spare, None
         if self._returned_pieces:
             self._count_returned()
+        pinned = pinned and not self.cannot_pin
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab.reuse(layout)
         else:
@@ -325,7 +317,7 @@ class SlabPool:
         with self._lock:
             slab.exports += 1
         self._count_returned()
-        weakref.finalize(piece, self._piece_returned, slab).atexit = False
+        weakref.finalize(piece, self._count_returned, slab).atexit = False
 
     def released(self, slab: Slab) -> None:
         with self._lock:
@@ -337,12 +329,11 @@ class SlabPool:
         if self._returned_pieces:
             self._count_returned()
 
-    def _piece_returned(self, slab: Slab) -> None:
-        self._returned_pieces.append(slab)
-        self._count_returned()
-
-    def _count_returned(self) -> None:
-        """Count the pieces that were returned. If the lock is taken, its holder counts them after releasing it."""
+    def _count_returned(self, returned: Slab | None = None) -> None:
+        """Count a returned piece of this slab, and all that came before. If the lock is taken, its holder counts them
+        after releasing it."""
+        if returned is not None:
+            self._returned_pieces.append(returned)
         while self._returned_pieces and self._lock.acquire(blocking=False):
             notify = None
             try:
@@ -414,31 +405,22 @@ def pack(
     """
     layout = slab.layout
     if progress is None:
-        pack_slab_values(slab, flat)
+        slab.values = pack_values(flat.values)
     if tensors is None:
         tensors = [flat.tensors[e.path] for e in layout.entries]
-    if not tensors:
-        return
     if flat.ready is not None:
         _pack_cuda(slab, tensors, flat.ready)
         return
-    first = packed = 0  # the first entry to pack next, and how many bytes are packed
+    first = 0  # the entry to pack next
     if progress is not None:
-        views = slab.views
+        views, slab.packed = slab.views, 0
         for i, entry in enumerate(layout.entries, 1):
-            if (end := entry.offset + entry.nbytes) - packed >= PROGRESS_BYTES:
+            if (end := entry.offset + entry.nbytes) - slab.packed >= PROGRESS_BYTES:
                 copy_tensors(views[first:i], tensors[first:i])
-                first, packed = i, end
-                slab.packed = end
+                first, slab.packed = i, end
                 progress()
     slab.fill(tensors, first)
     slab.packed = layout.nbytes
-
-
-def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
-    """Encode extra state that is no tensor. Raises what :func:`asyncsync.weights.layout.pack_values` raises."""
-    paths = slab.layout.value_paths
-    slab.values = pack_values({p: flat.values[p] for p in paths}) if paths else b""
 
 
 def copy_flat(flat: FlatWeights) -> FlatWeights:
@@ -509,12 +491,9 @@ class SourceCache:
         """Remember these weights, which have the layout, unless they are large or copying them takes more than copying
         bytes: some are tied or not on the CPU, or there is extra state."""
         layout = self.layout
-        if (
-            layout.nbytes > CACHED_BYTES
-            or layout.aliases
-            or flat.values
-            or not all(map(_is_cpu, flat.tensors.values()))
-        ):
+        if layout.nbytes > CACHED_BYTES or layout.aliases or flat.values:
+            return
+        if not all(map(_is_cpu, flat.tensors.values())):
             return
         self._in_layout_order = None
         if (views := self._addresses.lookup(list(flat.tensors.values()))) is not None:

@@ -244,7 +244,7 @@ class TrainerProcess:
             return None
         rides = target.slab.descriptor is None
         if (
-            target.slab not in (self.pool if rides else self.slots)
+            target.slab.pool is not (self.pool if rides else self.slots)
             or target.slab.read_in_place
             or target.slab.references > 1
         ):

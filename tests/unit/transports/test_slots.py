@@ -317,7 +317,13 @@ def test_without_file_descriptors_there_is_an_error_that_says_so(pool: WeightSlo
 def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, pool: WeightSlots) -> None:
     """Also not after a slot that was not to be locked."""
     tried: list[int] = []
-    monkeypatch.setattr(shared_memory, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
+
+    class Refusing:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            tried.append(nbytes)
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     for pinned in (True, False, True):
         pool.acquire(layout_of(PAGE), pinned=pinned)
     assert tried == [PAGE]
