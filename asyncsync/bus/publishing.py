@@ -28,7 +28,7 @@ from asyncsync.net.keys import Admission
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
-from asyncsync.weights.encoding import Encoding
+from asyncsync.weights.encoding import Encoded, Encoding
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
 from asyncsync.weights.tensors import copy_bytes
@@ -387,7 +387,7 @@ class Publishing(Link):
                 if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
-                encoding.send_unencoded(index)
+                encoding.pieces[index] = Encoded(None)  # it travels unencoded
             self.call_from_thread(self.packed)
 
     def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:

@@ -483,9 +483,9 @@ class SourceCache:
     def lookup(self, flat: FlatWeights) -> list[memoryview] | None:
         """The bytes of each entry of the layout, valid until a tensor gets other memory. None: these weights may be
         other tensors than the remembered ones."""
-        if self._in_layout_order is None or flat.values or not self._addresses.matches(list(flat.tensors.values())):
+        if self._in_layout_order is None or flat.values or list(flat.tensors) != self._paths:
             return None
-        return self._in_layout_order if list(flat.tensors) == self._paths else None
+        return self._in_layout_order if self._addresses.matches(list(flat.tensors.values())) else None
 
     def remember(self, flat: FlatWeights) -> None:
         """Remember these weights, which have the layout, unless they are large or copying them takes more than copying
