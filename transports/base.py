@@ -277,34 +277,31 @@ class Destination:
             return None
         now_returned = self.scheme.last_returned
         try:
-            return self._deliver(received)
+            flat = flatten(received)
+            sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
+            buffer = None
+            if self.weights is not None:
+                own = ModelTensors(self.weights, "tensordict")
+                entries = {name: own.get(name) for name in own.locations}
+                buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
+                check_fit(buffer, sent, "the buffer that was passed as weights=")
+                if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
+                    problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be written to"
+                    raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
+            if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+                self.strategy.apply_weights(self.model, received)
+            elif self.model is not None:
+                Binding(self.model, self.strategy, selection=self.scheme.selection).prepare_flat(flat).apply_now()
+            if buffer is None:
+                return received
+            with torch.no_grad():
+                copy_tensors([buffer[name] for name in sent], list(sent.values()))
+            for path, value in flat.values.items():
+                _set_value(self.weights, path, value)
+            return self.weights
         except BaseException:
             self.scheme.mark_unreturned(now_returned, self._last_returned)
             raise
-
-    def _deliver(self, received: TensorDictBase) -> Any:
-        flat = flatten(received)
-        sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
-        buffer = None
-        if self.weights is not None:
-            own = ModelTensors(self.weights, "tensordict")
-            entries = {name: own.get(name) for name in own.locations}
-            buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
-            check_fit(buffer, sent, "the buffer that was passed as weights=")
-            if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
-                problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be written to"
-                raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
-        if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
-            self.strategy.apply_weights(self.model, received)
-        elif self.model is not None:
-            Binding(self.model, self.strategy, selection=self.scheme.selection).prepare_flat(flat).apply_now()
-        if buffer is None:
-            return received
-        with torch.no_grad():
-            copy_tensors([buffer[name] for name in sent], list(sent.values()))
-        for path, value in flat.values.items():
-            _set_value(self.weights, path, value)
-        return self.weights
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:

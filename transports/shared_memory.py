@@ -169,14 +169,10 @@ class MemoryFile:
         ``against_writing``, only mappings that exist already can write to it."""
         if not hasattr(os, "memfd_create"):
             return
-        seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
         if against_writing:
-            try:
-                fcntl.fcntl(self.fd, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
-                return
-            except OSError:
-                pass  # Linux before 5.1 has no FUTURE_WRITE
-        fcntl.fcntl(self.fd, F_ADD_SEALS, seals)
+            with contextlib.suppress(OSError):  # Linux before 5.1 has no FUTURE_WRITE
+                fcntl.fcntl(self.fd, F_ADD_SEALS, SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
 
     # Both methods raise MemoryError. They close a file that they cannot map, because the traceback may keep this object
     # alive for long. But map(private=True) leaves the file open, because it may be in use with another mapping.
@@ -610,7 +606,6 @@ class SlotTransport(ChunkTransport):
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streamable)
         self._attachments: dict[MemoryPlace, AttachedSlab] = {}  # a worker's mappings of the trainer's slots
-        self._kept: tuple[int, ...] = ()  # the inodes in the newest lease
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -652,8 +647,10 @@ class SlotTransport(ChunkTransport):
 
     def _map(self, lease: Lease, layout: Layout) -> AttachedSlab:
         """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
-        if self._kept != lease.kept or len(self._attachments) > len(lease.kept):
-            self._unmap_unused(lease.kept)
+        # A mapping keeps the memory of a file even after the trainer has closed the file.
+        for place, unused in list(self._attachments.items()):
+            if place.inode not in lease.kept and not unused.is_used:
+                del self._attachments[place]
         slab = self._attachments.get(lease.place)
         if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
             self._attachments[lease.place] = slab = AttachedSlab(lease.place, layout)
@@ -662,14 +659,6 @@ class SlotTransport(ChunkTransport):
         else:
             slab.reuse(layout)
         return slab
-
-    def _unmap_unused(self, kept: tuple[int, ...]) -> None:
-        """Unmap all slots that are neither used here nor ``kept``. A mapping keeps the memory of a file even after the
-        trainer has closed the file."""
-        self._kept = kept
-        for place, slab in list(self._attachments.items()):
-            if place.inode not in kept and not slab.is_used:
-                del self._attachments[place]
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return super().acquire_slab(layout, pool) if self.streamable else pool.acquire(layout)
@@ -713,10 +702,7 @@ class SlotTransport(ChunkTransport):
     def close(self) -> None:
         """Free the sender's unused slots. A slot that workers still read is freed when they release it."""
         self.pool.close()
-        for slab in self._attached:
-            if not slab.references:
-                slab.children.clear()
-        self._unmap_unused(())
+        self._attachments = {place: slab for place, slab in list(self._attachments.items()) if slab.references}
         super().close()
 
 

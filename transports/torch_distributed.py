@@ -152,16 +152,11 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
         )
     except (OSError, RuntimeError) as error:
         raise NotConnected(f"there is no store at {address[0]}:{address[1]}: {error}") from error
-    return _with_queues(store)
+    return with_queues(store)
 
 
-def another_client(store: Any) -> Any:
-    """Another client of the store that ``store`` is a client of. Raises NotConnected if it, or this torch, has no
-    queues."""
-    return _with_queues(store).clone()
-
-
-def _with_queues(store: Any) -> Any:
+def with_queues(store: Any) -> Any:
+    """The store itself. Raises NotConnected if it, or this torch, has no queues."""
     if not hasattr(store, "queue_push") or isinstance(innermost_store(store), _c10d.FileStore):
         raise NotConnected(
             f"a {type(innermost_store(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or "
