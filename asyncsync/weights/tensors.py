@@ -259,10 +259,10 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             large: list[tuple[torch.Tensor, torch.Tensor]] = []
             others: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for pair in zip(destinations, sources, strict=True):
-                d, s = pair
-                are_bytes = d.dtype is s.dtype and d.shape == s.shape and is_plain_bytes(d) and is_plain_bytes(s)
-                (large if are_bytes and d.numel() >= LARGE_NUMEL else others).append(pair)
+            for d, s in zip(destinations, sources, strict=True):
+                is_large = d.numel() >= LARGE_NUMEL and d.dtype is s.dtype and d.shape == s.shape
+                pairs = large if is_large and is_plain_bytes(d) and is_plain_bytes(s) else others
+                pairs.append((d, s))
             copy_in_threads([(memory_of(d), memory_of(s)) for d, s in large])
             torch.autograd.graph.increment_version([d for d, _ in large if not d.is_inference()])
             destinations, sources = [d for d, _ in others], [s for _, s in others]
