@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -302,7 +302,7 @@ class WeightSlots(SlabPool):
         self._leases: dict[Slab, bytes] = {}  # of each slot, encoded; emptied when the pool makes or drops a slot
 
     def describe(self, slab: Slab) -> bytes:
-        """The encoded lease by which workers find this slab of the pool."""
+        """The encoded lease of this slab."""
         lease = self._leases.get(slab)
         if lease is None:
             assert isinstance(slab, Slot)
@@ -514,7 +514,9 @@ class _Child:
     """A forked child. Its end of a pipe is closed when it has copied what its models read, or has ended."""
 
     def __init__(self) -> None:
-        self._reading, self._writing = os.pipe()
+        self._reading, writing = os.pipe()
+        # Call this in the parent right after the fork, in the child once it has copied.
+        self.close = partial(os.close, writing)
         os.set_blocking(self._reading, False)
         weakref.finalize(self, os.close, self._reading).atexit = False
 
@@ -524,11 +526,6 @@ class _Child:
             return os.read(self._reading, 1) != b""
         except BlockingIOError:
             return True
-
-    def close(self) -> None:
-        """Close the writing end in this process: in the parent right after the fork, in the child once it has
-        copied."""
-        os.close(self._writing)
 
 
 def _used_slabs() -> list[AttachedSlab]:

@@ -111,7 +111,6 @@ def check_codec(name: str | None, delta: bool = False) -> None:
 
 
 def is_decodable(name: str, codecs: int) -> bool:
-    """Whether a worker with these :func:`available_codecs` can decode this codec."""
     return bool(codecs >> CODECS[name].number & 1)
 
 

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ MAPPED_BYTES = 1 << 20
 COPIED_BYTES = 256 << 10
 PROGRESS_BYTES = 4 << 20
 CACHED_BYTES = 4 << 20  # copying so many bytes holds the GIL for half a millisecond
-_is_cpu = attrgetter("is_cpu")
 
 # Begin and end of each memory range that slabs reuse and in which Parameters may lie. The keys are tokens, not
 # addresses: when the end of a mapping is noticed, another one may already have its address.
@@ -137,7 +135,6 @@ class Slab:
 
     @property
     def pieces(self) -> list[memoryview]:
-        """The bytes of each entry of the layout."""
         if self._pieces is None:
             self._pieces = [self.memory[e.offset : e.offset + e.nbytes] for e in self.layout.entries]
         return self._pieces
@@ -492,8 +489,6 @@ class SourceCache:
         bytes: some are tied or not on the CPU, or there is extra state."""
         layout = self.layout
         if layout.nbytes > CACHED_BYTES or layout.aliases or flat.values:
-            return
-        if not all(map(_is_cpu, flat.tensors.values())):
             return
         self._in_layout_order = None
         if (views := self._addresses.lookup(list(flat.tensors.values()))) is not None:

@@ -172,7 +172,6 @@ _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
 def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether the tensors have these shapes and dtypes, one of each per tensor."""
     # Compare one by one: a list of a thousand torch.Sizes would trigger the garbage collector at every update.
     return all(map(eq, map(_shape_of, tensors), shapes)) and all(map(is_, map(_dtype_of, tensors), dtypes))
 
@@ -296,7 +295,7 @@ def is_plain_bytes(tensor: torch.Tensor) -> bool:
 
 
 def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> None:
-    """Copy each source to its destination. Each destination is as long as its source."""
+    """Each destination is as long as its source."""
     for destination, source in zip(destinations, sources, strict=True):
         destination[:] = source
 
@@ -380,7 +379,6 @@ class AddressCache:
         return self.views
 
     def remember(self, tensors: list[torch.Tensor]) -> None:
-        """Remember these tensors and their addresses, in the place of all others."""
         self._ids, self._pointers, self.views, self._storages, self._needs_torch = [], [], None, [], False
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights import tensors as copying
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
 from asyncsync.weights.tensors import (
@@ -200,7 +199,7 @@ def test_a_backward_that_needs_the_old_values_fails_instead_of_computing_wrong_g
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Copies of this size are shared among three threads."""
-    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr("asyncsync.weights.tensors.BYTES_PER_THREAD", 1 << 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     return monkeypatch
 
@@ -242,7 +241,7 @@ def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
         over.append(True)
 
     shared.setattr(np, "copyto", failing)
-    shared.setattr(copying, "PIECE_BYTES", (4 * COUNT * 4 + 2) // 3)  # one for each thread
+    shared.setattr("asyncsync.weights.tensors.PIECE_BYTES", (4 * COUNT * 4 + 2) // 3)  # one for each thread
     with pytest.raises(error):
         copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
