@@ -42,7 +42,7 @@ Usage of a user's own blocking transport, which :mod:`asyncsync.transports.chann
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -180,17 +180,15 @@ class TransportBackend(Carrier, ABC):
         return await link.run_inline_or_in_thread(lambda: destination.deliver(received), nbytes)
 
 
-def named_in_sync(name: str) -> Callable[[C], C]:
-    """Decorate a class that users import from asyncsync.sync under this name: repr() and pickle use that name, too."""
-
-    def decorate(kind: C) -> C:
-        kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
-        return kind
-
-    return decorate
+def named_in_sync(kind: C) -> C:
+    """Decorate a class that users import from asyncsync.sync, under a name without "Blocking": repr() and pickle use
+    that name, too."""
+    name = kind.__name__.removeprefix("Blocking")
+    kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
+    return kind
 
 
-@named_in_sync("TransportBackend")
+@named_in_sync
 class BlockingTransportBackend(Carrier):
     """A transport whose documented methods are ordinary methods.
 

@@ -162,6 +162,6 @@ class RayTransport(ObjectTransport, TransportBackend):
     """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-@named_in_sync("RayTransport")
+@named_in_sync
 class BlockingRayTransport(ObjectTransport, BlockingTransportBackend):
     """:class:`asyncsync.RayTransport` with ordinary methods."""

@@ -707,7 +707,7 @@ class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
-@named_in_sync("SharedMemTransport")
+@named_in_sync
 class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
     update that it has not returned yet, or None. It never waits, however long the timeout, as TorchRL documents."""
@@ -726,6 +726,6 @@ class MPTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-@named_in_sync("MPTransport")
+@named_in_sync
 class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

@@ -555,7 +555,7 @@ class DistributedTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.DistributedWeightSyncScheme`: gloo, with a process group of two per worker."""
 
 
-@named_in_sync("DistributedTransport")
+@named_in_sync
 class BlockingDistributedTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
 
@@ -564,6 +564,6 @@ class RPCTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
-@named_in_sync("RPCTransport")
+@named_in_sync
 class BlockingRPCTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.RPCTransport` with ordinary methods."""
