@@ -49,7 +49,8 @@ def lies_in_slab(tensor: torch.Tensor) -> bool:
 class Slab:
     """The weights of one version, packed. Reference-counted; goes back to its pool when nothing can touch it.
 
-    The owner writes a slab once, before any other code sees it. After that it is constant.
+    The owner writes a slab once, before any other code sees it. After that it is constant. Without a ``buffer``, it
+    gets new memory, whose content is undefined.
 
     Attributes:
         sent: the bytes as they were sent, even if this process has written into ``buffer`` since.
@@ -85,7 +86,9 @@ class Slab:
     origin: int | None = None
     base: tuple[int, Slab] | None = None
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
+    def __init__(self, layout: Layout, buffer: torch.Tensor | None = None, pool: SlabPool | None = None) -> None:
+        if buffer is None:
+            buffer = _allocate(layout.nbytes, pinned=False)
         self.layout = layout
         self.nbytes = layout.nbytes
         self.buffer = self.sent = buffer
@@ -102,11 +105,6 @@ class Slab:
         self._contents: bytes | None = None
         self.encodings: dict[Any, Any] = {}
         self.forks = forks  # how often this process had forked when this slab was made, or reused last
-
-    @classmethod
-    def of(cls, layout: Layout) -> Slab:
-        """A slab without a pool. Its content is undefined."""
-        return Slab(layout, _allocate(layout.nbytes, pinned=False))
 
     @property
     def is_used(self) -> bool:
@@ -163,7 +161,7 @@ class Slab:
 
     def copy(self) -> Slab:
         """An independent slab, without a pool, that holds what was sent."""
-        twin = Slab.of(self.layout)
+        twin = Slab(self.layout)
         copy_tensors([twin.buffer], [self.sent])
         twin.values = self.values
         return twin

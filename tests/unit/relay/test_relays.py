@@ -384,7 +384,7 @@ async def test_an_address_in_use_is_refused_and_nothing_is_left(tmp_path: Path) 
 
 
 def slab_of(flat: FlatWeights) -> Slab:
-    slab = Slab.of(Layout.of(flat))
+    slab = Slab(Layout.of(flat))
     pack(slab, flat)
     return slab
 
