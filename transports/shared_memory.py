@@ -699,7 +699,10 @@ class SlotTransport(ChunkTransport):
     def close(self) -> None:
         """Free the sender's unused slots. A slot that workers still read is freed when they release it."""
         self.pool.close()
-        self._attachments = {place: slab for place, slab in list(self._attachments.items()) if slab.references}
+        for place, slab in list(self._attachments.items()):
+            if not slab.references:
+                slab.children.clear()
+                del self._attachments[place]
         super().close()
 
 
