@@ -302,7 +302,6 @@ class WeightSlots(SlabPool):
         self._leases: dict[Slab, bytes] = {}  # of each slot, encoded; emptied when the pool makes or drops a slot
 
     def describe(self, slab: Slab) -> bytes:
-        """The encoded lease of this slab."""
         lease = self._leases.get(slab)
         if lease is None:
             assert isinstance(slab, Slot)
