@@ -42,7 +42,7 @@ Usage of a user's own blocking transport, which :mod:`asyncsync.transports.chann
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +52,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.model.bound_model import ModelTensors
 from asyncsync.model.strategy import Binding, WeightStrategy, resolve_strategy
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tensors import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
 
 C = TypeVar("C", bound=type)
@@ -180,17 +180,15 @@ class TransportBackend(Carrier, ABC):
         return await link.run_inline_or_in_thread(lambda: destination.deliver(received), nbytes)
 
 
-def named_in_sync(name: str) -> Callable[[C], C]:
-    """Decorate a class that users import from asyncsync.sync under this name: repr() and pickle use that name, too."""
-
-    def decorate(kind: C) -> C:
-        kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
-        return kind
-
-    return decorate
+def named_in_sync(kind: C) -> C:
+    """Decorate a class that users import from asyncsync.sync, under a name without "Blocking": repr() and pickle use
+    that name, too."""
+    name = kind.__name__.removeprefix("Blocking")
+    kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
+    return kind
 
 
-@named_in_sync("TransportBackend")
+@named_in_sync
 class BlockingTransportBackend(Carrier):
     """A transport whose documented methods are ordinary methods.
 
@@ -277,34 +275,31 @@ class Destination:
             return None
         now_returned = self.scheme.last_returned
         try:
-            return self._deliver(received)
+            flat = flatten(received)
+            sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
+            buffer = None
+            if self.weights is not None:
+                own = ModelTensors(self.weights, "tensordict")
+                entries = {name: own.get(name) for name in own.locations}
+                buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
+                check_fit(buffer, sent, "the buffer that was passed as weights=")
+                if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
+                    problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be written to"
+                    raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
+            if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
+                self.strategy.apply_weights(self.model, received)
+            elif self.model is not None:
+                Binding(self.model, self.strategy, selection=self.scheme.selection).prepare_flat(flat).apply_now()
+            if buffer is None:
+                return received
+            with torch.no_grad():
+                copy_tensors([buffer[name] for name in sent], list(sent.values()))
+            for path, value in flat.values.items():
+                _set_value(self.weights, path, value)
+            return self.weights
         except BaseException:
             self.scheme.mark_unreturned(now_returned, self._last_returned)
             raise
-
-    def _deliver(self, received: TensorDictBase) -> Any:
-        flat = flatten(received)
-        sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
-        buffer = None
-        if self.weights is not None:
-            own = ModelTensors(self.weights, "tensordict")
-            entries = {name: own.get(name) for name in own.locations}
-            buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
-            check_fit(buffer, sent, "the buffer that was passed as weights=")
-            if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
-                problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be written to"
-                raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
-        if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
-            self.strategy.apply_weights(self.model, received)
-        elif self.model is not None:
-            Binding(self.model, self.strategy, selection=self.scheme.selection).prepare_flat(flat).apply_now()
-        if buffer is None:
-            return received
-        with torch.no_grad():
-            copy_tensors([buffer[name] for name in sent], list(sent.values()))
-        for path, value in flat.values.items():
-            _set_value(self.weights, path, value)
-        return self.weights
 
 
 def check_fit(own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], what: str) -> None:

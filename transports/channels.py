@@ -35,9 +35,9 @@ from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, finish, run_in_thread
 from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, check_fit
-from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tensors import copy_tensors, normal_tensors
 from asyncsync.weights.tree import dotted, flatten, nest
 
 logger = logging.getLogger("asyncsync")
@@ -82,13 +82,6 @@ def own_method(transport: Any, name: str) -> Callable[..., Any] | None:
     if isinstance(transport, BlockingTransportBackend) and getattr(type(transport), name) is inherited:
         return None
     return method if callable(method) else None
-
-
-def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
-    """Views into a slab, and the tag. Extra state that is no tensor is missing, because it travels in the UPDATE."""
-    weights = nest(slab.tensors())
-    weights.set(TAG, torch.frombuffer(bytearray(descriptor), dtype=torch.uint8))
-    return weights
 
 
 async def close_channels(transports: Iterable[Any], timeout: float) -> None:
@@ -211,7 +204,8 @@ class _WorkerChannel:
             self.connected_to = dispatch.incarnation
         slab = dispatch.slab
         assert slab is not None
-        weights = tagged(slab.copy(), dispatch.descriptor)
+        tag = torch.frombuffer(bytearray(dispatch.descriptor), dtype=torch.uint8)
+        weights = nest({**slab.copy().tensors(), (TAG,): tag})  # extra state that is no tensor travels in the UPDATE
         if call_soon(loop, dispatch.release):  # False: the loop is closed, so nothing needs to be sent any more
             transport.send_weights(weights)
 
@@ -358,12 +352,16 @@ class ChannelReceiver(Carrier):
         if self._replaced is not None:
             self._replaced.set_result(None)
         self._replaced = replaced = loop.create_future()
-        while (message := self._unfetched) is None or _tag(message) != descriptor:
+        while (message := self._unfetched) is None or bytes(message[TAG].tolist()) != descriptor:
             if (remaining := until - loop.time()) <= 0 or self._closed:
                 raise TimeoutError(self._nothing_received(patience))
             receiving, is_own = self._receiving, False
             if receiving is None:
-                receiving, is_own = self._receive_next(slab.layout, remaining), True
+                if self._unfetched is not None:
+                    self._buffer = None  # the message may lie in this buffer
+                receiving, is_own = self._thread.submit(partial(self._receive, slab.layout, remaining)), True
+                self._receiving = receiving
+                receiving.add_done_callback(self._received)
             await asyncio.wait({receiving, replaced}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
             if replaced.done():
                 raise TimeoutError("a newer update has replaced this one")
@@ -385,13 +383,6 @@ class ChannelReceiver(Carrier):
             await finish(self._thread.submit(fill))
         else:  # the message came before its UPDATE, and the thread waits for another message
             await run_in_thread("asyncsync-copy", fill)
-
-    def _receive_next(self, layout: Layout, seconds: float) -> asyncio.Future[Message | None]:
-        if self._unfetched is not None:
-            self._buffer = None  # the message may lie in this buffer
-        self._receiving = receiving = self._thread.submit(partial(self._receive, layout, seconds))
-        receiving.add_done_callback(self._received)
-        return receiving
 
     def _received(self, receiving: asyncio.Future[Message | None]) -> None:
         self._receiving = None
@@ -429,16 +420,19 @@ class ChannelReceiver(Carrier):
         if self._setup_error is not None:
             raise self._setup_error
         if self._buffer is None or self._buffer[0] != layout.digest:
-            self._buffer = layout.digest, _receive_buffer(layout)
+            with normal_tensors():
+                entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
+                tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
+            tensors = {path: entries[i] for path, i in layout.index.items()}
+            self._buffer = layout.digest, nest({**tensors, (TAG,): tag})
         received = self.channel.receive_weights(
             timeout=seconds if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
-        return None if received is None else self._checked(received)
-
-    def _checked(self, received: Any) -> Message:
+        if received is None:
+            return None
         message = {dotted(path): tensor for path, tensor in flatten(received).tensors.items()}
-        tag = message.get(TAG)
-        if tag is None or tag.dtype != torch.uint8 or tag.numel() != TAG_BYTES:
+        found = message.get(TAG)
+        if found is None or found.dtype != torch.uint8 or found.numel() != TAG_BYTES:
             raise SchemaMismatch(
                 f"{type(self.channel).__name__}.receive_weights returned no entry {TAG!r}: it must return every entry "
                 "that send_weights was given, or copy it into weights="
@@ -450,20 +444,6 @@ class ChannelReceiver(Carrier):
         sent = {dotted(path): tensor for path, tensor in slab.tensors().items()}
         check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
         copy_tensors(slab.views, [tensors[dotted(e.path)] for e in slab.layout.entries])
-
-
-def _tag(message: Message) -> bytes:
-    return bytes(message[TAG].tolist())
-
-
-def _receive_buffer(layout: Layout) -> TensorDict:
-    """A TensorDict of a layout's entries and the tag, into which the user's code may receive."""
-    with normal_tensors():
-        entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
-        tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
-    tensors = {e.path: t for e, t in zip(layout.entries, entries, strict=True)}
-    tensors.update({path: entries[i] for path, i in layout.aliases.items()})
-    return nest({**tensors, (TAG,): tag})
 
 
 def make_receiver(transport: Any) -> Carrier:

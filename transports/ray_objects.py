@@ -27,10 +27,9 @@ from asyncsync.transports import ray_private
 from asyncsync.transports.base import DEADLINE_MARGIN, BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import MAP_ABOVE
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
-from asyncsync.weights.copying import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout
-from asyncsync.weights.packing import CACHED_BYTES
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool
+from asyncsync.weights.tensors import clone, copy_in_threads, is_plain_bytes, memory_of, normal_tensors
 
 MAGIC = b"RAY\x01"
 
@@ -163,6 +162,6 @@ class RayTransport(ObjectTransport, TransportBackend):
     """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-@named_in_sync("RayTransport")
+@named_in_sync
 class BlockingRayTransport(ObjectTransport, BlockingTransportBackend):
     """:class:`asyncsync.RayTransport` with ordinary methods."""

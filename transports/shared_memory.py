@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,9 +50,9 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import descriptor_shortage
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import SLAB_RANGES, Slab, SlabPool
+from asyncsync.weights.tensors import copy_tensors, normal_tensors
 
 SLOTS = 4
 FORK_WAIT_SECONDS = 2.0
@@ -137,9 +137,13 @@ class MemoryFile:
         except OSError as error:
             why = f"; {_why_forbidden(place.pid)}" if isinstance(error, PermissionError) else ""
             raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
+        try:  # without memfd_create, the owner could not seal it either
+            is_sealed = not hasattr(os, "memfd_create") or fcntl.fcntl(file.fd, F_GET_SEALS) & SEAL_SHRINK
+        except OSError:  # this is no memory file
+            is_sealed = False
         if (file.place.device, file.place.inode) != (place.device, place.inode):
             problem = f"{path} is not {whose} shared memory any more: {remedy}"
-        elif file.place.size < place.size or not file.is_sealed:
+        elif file.place.size < place.size or not is_sealed:
             problem = f"{path} is not a slot of {place.size} bytes, which cannot shrink"
         else:
             return file
@@ -165,23 +169,10 @@ class MemoryFile:
         ``against_writing``, only mappings that exist already can write to it."""
         if not hasattr(os, "memfd_create"):
             return
-        seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
         if against_writing:
-            try:
-                fcntl.fcntl(self.fd, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
-                return
-            except OSError:
-                pass  # Linux before 5.1 has no FUTURE_WRITE
-        fcntl.fcntl(self.fd, F_ADD_SEALS, seals)
-
-    @property
-    def is_sealed(self) -> bool:
-        if not hasattr(os, "memfd_create"):
-            return True  # the owner could not seal it either
-        try:
-            return bool(fcntl.fcntl(self.fd, F_GET_SEALS) & SEAL_SHRINK)
-        except OSError:  # this is no memory file
-            return False
+            with contextlib.suppress(OSError):  # Linux before 5.1 has no FUTURE_WRITE
+                fcntl.fcntl(self.fd, F_ADD_SEALS, SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
 
     # Both methods raise MemoryError. They close a file that they cannot map, because the traceback may keep this object
     # alive for long. But map(private=True) leaves the file open, because it may be in use with another mapping.
@@ -265,7 +256,8 @@ class Lease(NamedTuple):
 
 class Slot(Slab):
     """A slab in a memory file. Other processes can open the file by its place, but cannot write to it. With ``pinned``,
-    its pages are locked, so that devices copy to it directly. Raises what :meth:`MemoryFile.create` raises."""
+    its pages are locked if possible, so that devices copy to it directly while kernels run. Raises what
+    :meth:`MemoryFile.create` raises."""
 
     leased = True
 
@@ -276,7 +268,11 @@ class Slot(Slab):
         with normal_tensors():
             # Use NumPy: torch.frombuffer would let the mapping be closed while a tensor still uses it.
             memory = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self.pinned_address = _pin(memory) if pinned else 0
+        self.pinned_address = 0
+        if pinned:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+                self.pinned_address = memory.data_ptr()
         super().__init__(layout, memory[: layout.nbytes], pool)
 
     def dispose(self) -> None:
@@ -288,7 +284,7 @@ class Slot(Slab):
         self._views = self._pieces = None
         with contextlib.suppress(BufferError):  # a view still exists, and the memory is freed together with it
             self.memory.release()
-            del self.buffer
+            del self.buffer, self.sent
             self._map.close()  # unlike its destructor, this releases the GIL
         self.file.close()
 
@@ -303,29 +299,26 @@ class WeightSlots(SlabPool):
         self.slots_allowed = slots
         self.map_above = map_above
         self.streamable = streamable
-        self._cannot_pin = False
         self._leases: dict[Slab, bytes] = {}  # of each slot, encoded; emptied when the pool makes or drops a slot
 
     def describe(self, slab: Slab) -> bytes:
-        """The encoded lease by which workers find this slab of the pool."""
         lease = self._leases.get(slab)
         if lease is None:
+            assert isinstance(slab, Slot)
             with self._lock:
-                lease = self._leases[slab] = self.lease(slab).encode()
-            self._count_returned()  # may drop slots, and then empties _leases
+                slots = (*self.used, *self._draining, self.spare)
+                inodes = sorted(slot.file.place.inode for slot in slots if isinstance(slot, Slot))
+                lease = Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.read_in_place).encode()
+                self._leases[slab] = lease
+            if self._returned_pieces:
+                self._count_returned()  # may drop slots, and then empties _leases
         return lease
-
-    def lease(self, slab: Slab) -> Lease:
-        assert isinstance(slab, Slot)
-        slots = (*self.used, *self._draining, self.spare)
-        inodes = sorted(slot.file.place.inode for slot in slots if isinstance(slot, Slot))
-        return Lease(slab.file.place, tuple(inodes[:MAX_FILES]), slab.read_in_place)
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         spare = self.spare
         if spare is None or spare.nbytes != nbytes:
             return False
-        return not pinned or self._cannot_pin or spare.buffer.is_pinned()
+        return not pinned or self.cannot_pin or spare.buffer.is_pinned()
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
         """Whether one more slot of ``nbytes`` may be acquired. ``wanted``: slabs that are targets or will be, which the
@@ -335,14 +328,10 @@ class WeightSlots(SlabPool):
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         slot = Slot(layout, self, pinned=pinned)
+        slot.read_in_place, slot.streamable = slot.nbytes > self.map_above, self.streamable
         self._leases.clear()
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.pinned_address)
+        self.cannot_pin = self.cannot_pin or (pinned and not slot.pinned_address)
         return slot
-
-    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
-        slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        slab.read_in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
-        return slab
 
     def _drop(self, slab: Slab) -> None:
         assert isinstance(slab, Slot)
@@ -354,13 +343,6 @@ class WeightSlots(SlabPool):
             threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
         except RuntimeError:  # the system has no more threads, or the interpreter is shutting down
             slab.dispose()
-
-
-def _pin(buffer: torch.Tensor) -> int:
-    """Lock the pages, so that devices copy to them while kernels run. Returns their address, or 0 if that failed."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = buffer.data_ptr()
-    return address if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0 else 0
 
 
 # -- a worker's memory -------------------------------------------------------------------------------------------------
@@ -375,16 +357,13 @@ class PrivateSlab(Slab):
     def __init__(self, layout: Layout, file: MemoryFile, sent: mmap.mmap) -> None:
         self.mapping = file.map(private=True)
         with normal_tensors():
-            own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
+            own, shown = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
         self._address = own.data_ptr()
         token = object()
         SLAB_RANGES[token] = self._address, self._address + len(own)
         weakref.finalize(self.mapping, SLAB_RANGES.pop, token, None)  # not of self, because tensors may outlive it
         super().__init__(layout, own[: layout.nbytes])
-
-    @property
-    def sent(self) -> torch.Tensor:
-        return self._sent[: self.nbytes]
+        self.sent = shown[: layout.nbytes]
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -507,19 +486,6 @@ class AttachedSlab(PrivateSlab):
         # Whether Parameters of a model lie in the slot.
         return self.references > 0 and self.holds_parameters
 
-    def copy_out(self, pool: SlabPool) -> Slab:
-        """Copy what the slot holds into a slab of this pool. Raises MemoryError."""
-        slab = pool.acquire(self.layout)
-        try:
-            if self.nbytes <= SMALL_BYTES:
-                slab.memory[:] = self.memory
-            else:  # copy_to releases the GIL
-                self.copy_to(slab)
-        except BaseException:
-            slab.release()
-            raise
-        return slab
-
     def detach(self) -> None:
         """Copy all pages to memory of this process, at the same addresses. Later writes to the slot do not show here
         any more."""
@@ -530,7 +496,7 @@ class AttachedSlab(PrivateSlab):
         except OSError:  # Linux before 5.14
             pages = np.frombuffer(self.mapping, np.uint8)[:: mmap.PAGESIZE]
             pages += np.uint8(0)
-        self._sent = self.buffer  # the trainer may write to the slot again
+        self.sent = self.buffer  # the trainer may write to the slot again
         self.is_detached = True
 
 
@@ -547,7 +513,9 @@ class _Child:
     """A forked child. Its end of a pipe is closed when it has copied what its models read, or has ended."""
 
     def __init__(self) -> None:
-        self._reading, self._writing = os.pipe()
+        self._reading, writing = os.pipe()
+        # Call this in the parent right after the fork, in the child once it has copied.
+        self.close = partial(os.close, writing)
         os.set_blocking(self._reading, False)
         weakref.finalize(self, os.close, self._reading).atexit = False
 
@@ -557,11 +525,6 @@ class _Child:
             return os.read(self._reading, 1) != b""
         except BlockingIOError:
             return True
-
-    def close(self) -> None:
-        """Close the writing end in this process: in the parent right after the fork, in the child once it has
-        copied."""
-        os.close(self._writing)
 
 
 def _used_slabs() -> list[AttachedSlab]:
@@ -623,33 +586,6 @@ class ChunkTransport(Carrier):
         self.received.close()
 
 
-class Attachments(dict[MemoryPlace, AttachedSlab]):
-    """A worker's mappings of the trainer's slots. ``kept``: the inodes in the newest lease."""
-
-    kept: tuple[int, ...] = ()
-
-    def attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
-        if self.kept != lease.kept or len(self) > len(lease.kept):
-            self.kept = lease.kept
-            self.unmap_unused()
-        slab = self.get(lease.place)
-        if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
-            self[lease.place] = slab = AttachedSlab(lease.place, layout)
-        elif slab.references:
-            slab.retain()  # the same update again; the trainer cannot have written to the slot since
-        else:
-            slab.reuse(layout)
-        return slab
-
-    def unmap_unused(self) -> None:
-        """Unmap all slots that are neither used here nor ``kept``. A mapping keeps the memory of a file even after the
-        trainer has closed the file."""
-        for place, slab in list(self.items()):
-            if place.inode not in self.kept and not slab.is_used:
-                del self[place]
-
-
 class SlotTransport(ChunkTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
@@ -665,7 +601,7 @@ class SlotTransport(ChunkTransport):
     def __init__(self, slots: int = SLOTS, map_above: int = MAP_ABOVE) -> None:
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streamable)
-        self._attachments = Attachments()
+        self._attachments: dict[MemoryPlace, AttachedSlab] = {}  # a worker's mappings of the trainer's slots
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -688,13 +624,37 @@ class SlotTransport(ChunkTransport):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        slot = self._attachments.attach(lease, layout)
+        slot = self._map(lease, layout)
         if lease.in_place:
             return slot
         try:
-            return slot.copy_out(pool)
+            copy = pool.acquire(layout)
+            try:
+                if slot.nbytes <= SMALL_BYTES:
+                    copy.memory[:] = slot.memory
+                else:  # this releases the GIL
+                    copy_tensors([copy.buffer], [slot.sent])
+            except BaseException:
+                copy.release()
+                raise
+            return copy
         finally:
             slot.release()
+
+    def _map(self, lease: Lease, layout: Layout) -> AttachedSlab:
+        """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
+        # A mapping keeps the memory of a file even after the trainer has closed the file.
+        for place, unused in list(self._attachments.items()):
+            if place.inode not in lease.kept and not unused.is_used:
+                del self._attachments[place]
+        slab = self._attachments.get(lease.place)
+        if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
+            self._attachments[lease.place] = slab = AttachedSlab(lease.place, layout)
+        elif slab.references:
+            slab.retain()  # the same update again; the trainer cannot have written to the slot since
+        else:
+            slab.reuse(layout)
+        return slab
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return super().acquire_slab(layout, pool) if self.streamable else pool.acquire(layout)
@@ -705,7 +665,7 @@ class SlotTransport(ChunkTransport):
         lease = Lease.decode(descriptor, layout.nbytes)
         if lease.in_place:
             return None
-        slot = self._attachments.attach(lease, layout)
+        slot = self._map(lease, layout)
         slot.release()
         return slot.memory
 
@@ -738,11 +698,10 @@ class SlotTransport(ChunkTransport):
     def close(self) -> None:
         """Free the sender's unused slots. A slot that workers still read is freed when they release it."""
         self.pool.close()
-        for slab in self._attached:
+        for place, slab in list(self._attachments.items()):
             if not slab.references:
                 slab.children.clear()
-        self._attachments.kept = ()
-        self._attachments.unmap_unused()
+                del self._attachments[place]
         super().close()
 
 
@@ -750,7 +709,7 @@ class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
-@named_in_sync("SharedMemTransport")
+@named_in_sync
 class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
     update that it has not returned yet, or None. It never waits, however long the timeout, as TorchRL documents."""
@@ -769,6 +728,6 @@ class MPTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-@named_in_sync("MPTransport")
+@named_in_sync
 class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""

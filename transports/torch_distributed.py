@@ -43,8 +43,8 @@ from asyncsync.runtime.threads import WorkThread, run_in_stoppable_thread, run_i
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, named_in_sync
 from asyncsync.transports.shared_memory import MAP_ABOVE, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tensors import normal_tensors
 
 PAIR_BYTES = 64 << 10
 TRANSFER_BYTES = 16  # the length of a transfer's name
@@ -82,11 +82,12 @@ class OwnStore:
     """A TCPStore of this process, on one address of this host. A store that torch opens listens on all addresses.
 
     Creating the object reserves the port (0: any free port). It listens there only after :meth:`open`. Raises
-    NotConnected if this host has no such address, or the port is in use.
+    NotConnected if this host has no such address, or the port is in use. ``server``: torch's store; None: it does not
+    listen.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        self._store: Any = None
+        self.server: Any = None
         self._bind(host, port)
 
     def _bind(self, host: str, port: int) -> None:
@@ -104,36 +105,28 @@ class OwnStore:
         self._finalizer: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._socket.close)
         self._finalizer.atexit = False
 
-    @property
-    def is_open(self) -> bool:
-        return self._store is not None
-
     def open(self) -> bool:
         """Listen. After :meth:`close`, this works again if the port is free. False: it is listening already."""
-        if self._store is not None:
+        if self.server is not None:
             return False
         if self._socket.fileno() < 0:
             self._bind(*self.address)
         self._socket.listen()
         host, port = self.address
-        self._store = _c10d.TCPStore(
+        self.server = _c10d.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach()
         )
-        _kept_in_children.add(self._store)
-        self._finalizer = weakref.finalize(self, _release, self._store, os.getpid())
+        _kept_in_children.add(self.server)
+        self._finalizer = weakref.finalize(self, _release, self.server, os.getpid())
         self._finalizer.atexit = False
         return True
-
-    def push(self, queue: str, content: bytes) -> None:
-        """Put ``content`` into a queue of this store, which must be open."""
-        self._store.queue_push(queue, content)
 
     def close(self) -> None:
         """Stop listening, and free the port. Idempotent."""
         self._finalizer.detach()
         self._socket.close()
-        store, self._store = self._store, None
-        _kept_in_children.discard(store)
+        server, self.server = self.server, None
+        _kept_in_children.discard(server)
 
 
 def _release(store: Any, pid: int) -> None:
@@ -152,16 +145,11 @@ def connect(address: Address, timeout: float = ANSWER_SECONDS) -> Any:
         )
     except (OSError, RuntimeError) as error:
         raise NotConnected(f"there is no store at {address[0]}:{address[1]}: {error}") from error
-    return _with_queues(store)
+    return with_queues(store)
 
 
-def another_client(store: Any) -> Any:
-    """Another client of the store that ``store`` is a client of. Raises NotConnected if it, or this torch, has no
-    queues."""
-    return _with_queues(store).clone()
-
-
-def _with_queues(store: Any) -> Any:
+def with_queues(store: Any) -> Any:
+    """The store itself. Raises NotConnected if it, or this torch, has no queues."""
     if not hasattr(store, "queue_push") or isinstance(innermost_store(store), _c10d.FileStore):
         raise NotConnected(
             f"a {type(innermost_store(store)).__name__} of torch {torch.__version__} has no queues: use torch 2.8 or "
@@ -235,7 +223,7 @@ class StorePlace(MeetingPlace):
         await run_in_thread(MEETING_THREAD, partial(self._store.set, key, answer))
 
     async def end(self) -> None:
-        if self.own is not None and (self._has_opened_own or not self.own.is_open):
+        if self.own is not None and (self._has_opened_own or self.own.server is None):
             self._has_opened_own = False
             await run_in_thread(MEETING_THREAD, self.own.close)
 
@@ -397,7 +385,7 @@ class PairServer:
         for pair in pairs:
             pair.close()
         with suppress(RuntimeError):
-            self._store.push(TICKETS, STOP)
+            self._store.server.queue_push(TICKETS, STOP)
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -567,7 +555,7 @@ class DistributedTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.DistributedWeightSyncScheme`: gloo, with a process group of two per worker."""
 
 
-@named_in_sync("DistributedTransport")
+@named_in_sync
 class BlockingDistributedTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
 
@@ -576,6 +564,6 @@ class RPCTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
-@named_in_sync("RPCTransport")
+@named_in_sync
 class BlockingRPCTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.RPCTransport` with ordinary methods."""

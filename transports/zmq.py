@@ -25,7 +25,7 @@ class ZMQTransport(ChunkTransport, TransportBackend):
     """The bus's own transport: the sender sends the bytes over the bus's socket."""
 
 
-@named_in_sync("ZMQTransport")
+@named_in_sync
 class BlockingZMQTransport(ChunkTransport, BlockingTransportBackend):
     """:class:`asyncsync.ZMQTransport` with ordinary methods."""
 
@@ -37,7 +37,7 @@ class AutoTransport(SlotTransport, TransportBackend):
     streamable = True
 
 
-@named_in_sync("AutoTransport")
+@named_in_sync
 class BlockingAutoTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`; see :class:`asyncsync.AutoTransport`."""
 

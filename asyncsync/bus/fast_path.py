@@ -32,9 +32,8 @@ from asyncsync.protocol.holdings import Acting, StagedPart, Staging
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.worker import Worker
-from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.packing import SourceCache, pack
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SourceCache, pack
+from asyncsync.weights.tensors import copy_bytes
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.codec import AGAIN_FIELDS, FIXED_FORM, FIXED_HEAD, encode_again, encode_applied
 from asyncsync.wire.messages import Again, Buffer, Epoch, Part

@@ -28,11 +28,10 @@ from asyncsync.net.keys import Admission
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
-from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.encoding import Encoding
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.encoding import Encoded, Encoding
+from asyncsync.weights.layout import Layout, pack_values
+from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
+from asyncsync.weights.tensors import copy_bytes
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Buffer, Update
 
@@ -221,7 +220,7 @@ class Publishing(Link):
         For one slab only: of several, a worker might apply the first before packing the second fails. If the caller is
         cancelled, the version is published all the same, because the copy cannot be stopped; it is a whole snapshot.
         """
-        pack_slab_values(job.slab, job.flat)
+        job.slab.values = pack_values(job.flat.values)
         job.slab.packed = 0
         targets = self.machine.targets
         replaced = targets.retain_current(parts)
@@ -324,7 +323,7 @@ class Publishing(Link):
         holders = []
         for nonce, leases in machine.leases.of.items():
             held = leases.slabs.items()
-            versions = sorted({v for (_, v), (_, slab) in held if slab in pool and slab not in targets})
+            versions = sorted({v for (_, v), (_, slab) in held if slab.pool is pool and slab not in targets})
             if versions:
                 peer = machine.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
@@ -388,7 +387,7 @@ class Publishing(Link):
                 if not self._cannot_encode:
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
-                encoding.send_unencoded(index)
+                encoding.pieces[index] = Encoded(None)  # it travels unencoded
             self.call_from_thread(self.packed)
 
     def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
@@ -432,7 +431,7 @@ class Publishing(Link):
         target = None if model is None else model.current.get(None)
         if target is None or (target.slab.descriptor is None) is not streams or self.admission is not None:
             return False  # with keys, only the general path checks each message
-        if target.slab not in pool or target.slab.read_in_place or not (streams or transport.is_at_hand):
+        if target.slab.pool is not pool or target.slab.read_in_place or not (streams or transport.is_at_hand):
             return False
         layout = target.slab.layout
         if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):

@@ -27,9 +27,9 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
 from asyncsync.runtime.threads import run_in_thread
-from asyncsync.weights.copying import clone, is_plain_bytes, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tensors import clone, is_plain_bytes, memory_of
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import DIGEST_BYTES, Epoch, Verify
 

@@ -256,7 +256,7 @@ class WorkerLink(Applying, Memory):
         model_id, part = found
         newest, binding = machine.holdings.updates[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
-        if prepared is None or not prepared.may_repeat or newest.leased or newest not in machine.pool:
+        if prepared is None or not prepared.may_repeat or newest.leased or newest.pool is not machine.pool:
             return
         try:
             slab = machine.pool.acquire(newest.layout)

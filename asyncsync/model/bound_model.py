@@ -26,11 +26,20 @@ from torch.nn.parameter import is_lazy
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.torch_private import non_persistent, tensors_and_children
-from asyncsync.weights.copying import PLAIN, clone, copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import AddressCache
 from asyncsync.weights.slab import lies_in_slab
-from asyncsync.weights.tensors import are_plain, destination_problem, have_memory, lies_in_memory, place_of
+from asyncsync.weights.tensors import (
+    PLAIN,
+    AddressCache,
+    are_plain,
+    clone,
+    copy_tensors,
+    destination_problem,
+    have_memory,
+    lies_in_memory,
+    normal_tensors,
+    place_of,
+)
 from asyncsync.weights.tree import (
     EXTRA_STATE,
     ArrayMapping,

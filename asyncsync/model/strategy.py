@@ -36,10 +36,9 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import KINDS, BoundModel, Selection, constant, specs_of
 from asyncsync.model.torch_private import is_compiled, is_optimized, tensors_and_children
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
-from asyncsync.weights.packing import CACHED_BYTES
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import CACHED_BYTES, Slab
+from asyncsync.weights.tensors import normal_tensors
 from asyncsync.weights.torch_private import COMPILED
 from asyncsync.weights.tree import (
     EXTRA_STATE,

@@ -18,9 +18,19 @@ from torch import nn
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
-from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, lies_in_slab
-from asyncsync.weights.tensors import are_plain, check_source, copy_value, have_memory, have_specs, place_of
+from asyncsync.weights.tensors import (
+    are_plain,
+    check_source,
+    clone,
+    copy_bytes,
+    copy_tensors,
+    copy_value,
+    have_memory,
+    have_specs,
+    normal_tensors,
+    place_of,
+)
 from asyncsync.weights.tree import FlatWeights, dotted
 
 

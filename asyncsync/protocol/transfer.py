@@ -261,7 +261,7 @@ class IncomingUpdate:
                 if not part.streamed:
                     continue
                 is_encoded = update.packed and len(frame) < part.streamed
-                self.write(i, 0, decode_piece(frame, part.streamed).data if is_encoded else frame, part.crc)
+                self.write(i, 0, decode_piece(frame, part.streamed) if is_encoded else frame, part.crc)
         except BaseException:
             self.release()
             raise

@@ -26,7 +26,7 @@ from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.holdings import Holdings, Session, StagedPart, StagedUpdates, Staging, Taken
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import IncomingUpdate, Memory
-from asyncsync.weights.encoding import decode_onto
+from asyncsync.weights.encoding import decode_piece
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
@@ -550,7 +550,7 @@ class Worker:
             if zlib.adler32(base.data) != chunk.base:
                 self._fetch_without_bases(update, now)
                 return
-        data = decode_onto(frame, chunk.size, base)
+        data = decode_piece(frame, chunk.size, base)
         if zlib.crc32(data) == chunk.crc:
             self._write(update, chunk.part, chunk.offset, data, None, len(frame), now)
         elif base is not None:

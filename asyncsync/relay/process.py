@@ -58,7 +58,7 @@ class Relay:
         keys: KeyFiles | None = None,
     ) -> None:
         self.slots = RelaySlots() if shared else None
-        kept = None if keep is None else load(keep, Slab.of if self.slots is None else self.slots.pool.acquire)
+        kept = None if keep is None else load(keep, Slab if self.slots is None else self.slots.pool.acquire)
         checksum = keys is None and is_plaintext_beyond_loopback(bind)
         self.downstream = TrainerLink(bind, None, 0, Settings(checksum=checksum), keys=keys)
         self.machine = RelayMachine(self.downstream.machine, slots=self.slots, keeps=keep is not None)
@@ -234,7 +234,7 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
     files.write(path, tensors, texts)
 
 
-def load(path: Path, acquire: Callable[[Layout], Slab] = Slab.of) -> tuple[Epoch, Kept] | None:
+def load(path: Path, acquire: Callable[[Layout], Slab] = Slab) -> tuple[Epoch, Kept] | None:
     """Read the file; each slab has one reference. None: there is no file. Removes half-written files that a killed
     relay has left. Raises OSError, or ValueError if a relay did not write the file."""
     files.remove_half_written(path)

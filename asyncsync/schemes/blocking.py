@@ -99,7 +99,7 @@ def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
     self.shutdown()
 
 
-@named_in_sync("Bus")
+@named_in_sync
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
 
@@ -201,7 +201,7 @@ class Bus(BusCore):
         return loop_thread.run(look)
 
 
-@named_in_sync("WeightSyncScheme")
+@named_in_sync
 class WeightSyncScheme(Scheme):
     """Keeps the weights of one model in step, with blocking calls.
 

@@ -42,8 +42,7 @@ from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, as_tensordict, find_model, is_per_worker, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
-from asyncsync.weights.packing import copy_flat, cuda_events
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, copy_flat, cuda_events
 from asyncsync.weights.tree import FlatWeights, Path
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.torchrl import TorchRLContext
-from asyncsync.weights.packing import cuda_events
+from asyncsync.weights.slab import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
 logger = logging.getLogger("asyncsync")

@@ -25,9 +25,9 @@ from asyncsync.transports.torch_distributed import (
     OwnStore,
     PairTransport,
     StorePlace,
-    another_client,
     connect,
     innermost_store,
+    with_queues,
 )
 from asyncsync.transports.torch_private import default_store
 
@@ -153,7 +153,7 @@ def _store_client(store_info: Address | None, timeout: float) -> Any:
             "this process has left the process group, in whose store workers find their sender: call "
             "destroy_process_group() after shutdown()"
         )
-    return another_client(store)
+    return with_queues(store).clone()
 
 
 def check_backend(backend: str) -> None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +111,6 @@ def check_codec(name: str | None, delta: bool = False) -> None:
 
 
 def is_decodable(name: str, codecs: int) -> bool:
-    """Whether a worker with these :func:`available_codecs` can decode this codec."""
     return bool(codecs >> CODECS[name].number & 1)
 
 
@@ -124,9 +124,12 @@ def encode_piece(data: Buffer, name: str, item_size: int) -> bytes | None:
     return bytes([codec.number << 4 | item_size.bit_length() - 1]) + compressed
 
 
-def decode_piece(data: Buffer, size: int) -> Bytes:
-    """Decode a piece of ``size`` bytes from an untrusted peer. No allocation here is larger than ``size``, which the
-    caller has checked. Raises ProtocolError if :func:`encode_piece` cannot have made the data."""
+def decode_piece(data: Buffer, size: int, base: Bytes | None = None) -> memoryview:
+    """Decode a piece of ``size`` bytes from an untrusted peer. With ``base``, the data is what has changed since these
+    bytes; empty data: nothing has. No allocation here is larger than ``size``, which the caller has checked. Raises
+    ProtocolError if :meth:`Encoding.encode` cannot have made the data."""
+    if base is not None and not len(data):
+        return base.data
     head = data[0] if len(data) else 0
     codec, item_size = _BY_NUMBER.get(head >> 4), 1 << (head & 15)
     if codec is None or item_size > MAX_ITEM_SIZE:
@@ -136,7 +139,8 @@ def decode_piece(data: Buffer, size: int) -> Bytes:
     plain = codec.decompress(memoryview(data)[1:], size)
     if len(plain) != size:
         raise ProtocolError(f"{len(plain)} compressed bytes where there should be {size}")
-    return _transposed(np.frombuffer(plain, np.uint8), item_size, len(plain) // item_size)
+    piece = _transposed(np.frombuffer(plain, np.uint8), item_size, len(plain) // item_size)
+    return piece.data if base is None else (piece ^ base).data
 
 
 def _transposed(data: Bytes, rows: int, columns: int) -> Bytes:
@@ -160,10 +164,11 @@ class Encoded(NamedTuple):
     """
 
     payload: bytes | None
-    crc: int
-    base_checksum: int | None
+    crc: int = 0
+    base_checksum: int | None = None
 
 
+@dataclass(eq=False)
 class Encoding:
     """A slab in pieces of ``size`` bytes, encoded for workers that can decode ``codec`` and have the bytes of ``base``.
 
@@ -171,15 +176,13 @@ class Encoding:
     any thread, everything else in the slab's thread. Each of its ``users`` holds a reference to both slabs.
     """
 
-    def __init__(self, slab: Slab, base: Slab | None, codec: str, size: int) -> None:
-        assert base is None or base.nbytes == slab.nbytes
-        self.slab = slab
-        self.base = base
-        self.size = size
-        self.users = 0
-        self.pieces: dict[int, Encoded] = {}
-        self._codec = codec
-        self._claimed: set[int] = set()
+    slab: Slab
+    base: Slab | None  # of the same layout
+    codec: str
+    size: int
+    users: int = 0
+    pieces: dict[int, Encoded] = field(default_factory=dict)
+    _claimed: set[int] = field(default_factory=set)
 
     def add_user(self) -> None:
         self.users += 1
@@ -202,17 +205,11 @@ class Encoding:
         self._claimed.add(index)
         return True
 
-    def _item_size(self, start: int, stop: int) -> int:
-        """The item size in the middle of these bytes. Any size works, but the right one compresses best."""
-        entries = self.slab.layout.entries
-        after = bisect_right(entries, (start + stop) // 2, key=attrgetter("offset"))
-        return min(entries[after - 1].dtype.itemsize, MAX_ITEM_SIZE)
-
     def encode(self, index: int) -> None:
         start = index * self.size
         stop = min(start + self.size, self.slab.nbytes)
         data = np.frombuffer(self.slab.memory[start:stop], np.uint8)
-        crc, item_size, base_checksum = zlib.crc32(data.data), self._item_size(start, stop), None
+        crc, base_checksum, payload = zlib.crc32(data.data), None, None
         if self.base is not None:
             before = np.frombuffer(self.base.memory[start:stop], np.uint8)
             base_checksum = zlib.adler32(before.data)
@@ -220,28 +217,16 @@ class Encoding:
             if not data.any():
                 self.pieces[index] = Encoded(b"", crc, base_checksum)
                 return
-        payload = encode_piece(data.data, self._codec, item_size) if self._codec else None
+        if self.codec:
+            # Any item size works, but the right one compresses best: take that in the middle of the piece.
+            entries = self.slab.layout.entries
+            after = bisect_right(entries, (start + stop) // 2, key=attrgetter("offset"))
+            item_size = min(entries[after - 1].dtype.itemsize, MAX_ITEM_SIZE)
+            payload = encode_piece(data.data, self.codec, item_size)
         self.pieces[index] = Encoded(payload, crc, None if payload is None else base_checksum)
-
-    def send_unencoded(self, index: int) -> None:
-        """Let this piece travel unencoded, after :meth:`encode` has failed."""
-        self.pieces[index] = Encoded(None, 0, None)
 
 
 def encoding_of(slab: Slab, base: Slab | None, codec: str, size: int) -> Encoding:
     """The encoding of this slab for workers with this base. It is made once, and the slab keeps it while it is used."""
-    known: dict[Any, Encoding] = slab.encodings
-    key = id(base), codec, size
-    if key not in known:
-        known[key] = Encoding(slab, base, codec, size)
-    return known[key]
-
-
-def decode_onto(payload: Buffer, size: int, base: Bytes | None) -> memoryview:
-    """Decode a piece of ``size`` bytes: from its payload, and the bytes of its base if it needs one. Raises
-    ProtocolError like :func:`decode_piece`."""
-    if not len(payload):
-        assert base is not None
-        return base.data
-    data = decode_piece(payload, size)
-    return data.data if base is None else (data ^ base).data
+    encoding: Encoding = slab.encodings.setdefault((id(base), codec, size), Encoding(slab, base, codec, size))
+    return encoding

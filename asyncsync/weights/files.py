@@ -43,26 +43,20 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
         if own[name].numel() and own[name].data_ptr() in seen:
             own[name] = own[name].clone()
         seen.add(own[name].data_ptr())
-    with _replacing(path) as hidden:
-        try:
-            save_file(own, hidden, dict(metadata))
-        except KeyError as error:
-            raise ValueError(f"safetensors files have no {error}") from error
-        except SafetensorError as error:
-            raise (OSError if "I/O" in str(error) else ValueError)(f"{path}: {error}") from error
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that replaces the one at ``path`` when the block ends: in a hidden directory beside
-    it. The directory is locked, so that :func:`remove_half_written` does not remove it."""
+    # The new file is written in a hidden directory beside the old one. It is locked, so that remove_half_written() does
+    # not remove it.
     hidden = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     hidden.mkdir()
     try:
         with _opened(hidden) as directory:
             with suppress(OSError):  # where a file system has no locks, remove_half_written removes nothing
                 fcntl.flock(directory, fcntl.LOCK_EX)
-            yield hidden / path.name
+            try:
+                save_file(own, hidden / path.name, dict(metadata))
+            except KeyError as error:
+                raise ValueError(f"safetensors files have no {error}") from error
+            except SafetensorError as error:
+                raise (OSError if "I/O" in str(error) else ValueError)(f"{path}: {error}") from error
             with _opened(hidden / path.name) as file:
                 os.fsync(file)
             os.replace(hidden / path.name, path)

@@ -22,9 +22,19 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.weights.copying import clone, memory_of, normal_tensors
 from asyncsync.weights.msgpack_limits import check_structure
-from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, have_specs, place_of
+from asyncsync.weights.tensors import (
+    DTYPES,
+    NAMES,
+    are_plain,
+    check_source,
+    clone,
+    have_memory,
+    have_specs,
+    memory_of,
+    normal_tensors,
+    place_of,
+)
 from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array
 
 ALIGNMENT = 64
@@ -93,6 +103,10 @@ class Layout:
         self.value_paths = tuple(value_paths)
         self.boxes = dict(boxes or {})
         self.nbytes = offset
+        # What arrange() needs; the last: the entries that have any bytes.
+        self._paths, self._sizes = [e.path for e in entries], [e.nbytes for e in entries]
+        self._shapes, self._dtypes = [e.shape for e in entries], [e.dtype for e in entries]
+        self._filled = [i for i, e in enumerate(entries) if e.nbytes]
         paths = self.paths
         if offset > MAX_SLAB_BYTES:
             raise LimitExceeded(f"a layout of {offset} bytes exceeds the limit of {MAX_SLAB_BYTES}")
@@ -161,15 +175,14 @@ class Layout:
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return None
         tensors = flat.tensors
-        paths, shapes, dtypes, sizes, filled = self._columns
         try:
-            found = [tensors[path] for path in paths]
-            if not have_specs(found, shapes, dtypes) or not have_memory(found, sizes):
+            found = [tensors[path] for path in self._paths]
+            if not have_specs(found, self._shapes, self._dtypes) or not have_memory(found, self._sizes):
                 return None
             if not are_plain(found):
-                for path, tensor in zip(paths, found, strict=True):
+                for path, tensor in zip(self._paths, found, strict=True):
                     check_source(dotted(path), tensor)
-            stored = [found[i] for i in filled]
+            stored = [found[i] for i in self._filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))
             if 0 in pointers:  # meta and distributed tensors have no memory
                 return None
@@ -183,18 +196,10 @@ class Layout:
             return None
         return found if tied else None
 
-    @cached_property
-    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int], list[int]]:
-        """Paths, shapes, dtypes and sizes of the entries, and the indices of those that have any bytes."""
-        entries = self.entries
-        sizes = [e.nbytes for e in entries]
-        filled = [i for i, size in enumerate(sizes) if size]
-        return [e.path for e in entries], [e.shape for e in entries], [e.dtype for e in entries], sizes, filled
-
     @property
     def paths(self) -> list[Path]:
         """All key paths: of entries, of their aliases, and of values."""
-        return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
+        return [*self._paths, *self.aliases, *self.value_paths]
 
     @cached_property
     def index(self) -> dict[Path, int]:
@@ -224,37 +229,32 @@ class Layout:
         if hashlib.blake2b(blob, digest_size=16).digest() != digest:
             raise ProtocolError("a layout does not match its digest")
         check_structure(blob, max_depth=4, max_items=MAX_ITEMS)
+        schema, box_of = [], {}
+        # Malformed input that is not checked here raises an error that is caught, or does not encode to the same bytes.
         try:
-            layout = cls._from_raw(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
+            version, entries, aliases, values, *boxes = msgpack.unpackb(blob)
+            if version != 1:
+                raise ProtocolError(f"a layout of unknown version {version!r:.100}")
+            for path, dtype, shape in entries:
+                if dtype not in DTYPES:
+                    raise ProtocolError(f"a layout with the dtype {dtype!r:.100}, which is not on the allow-list")
+                if not _is_acceptable_shape(shape, DTYPES[dtype].itemsize):
+                    raise ProtocolError(f"a layout with the shape {shape!r:.100}")
+                schema.append((tuple(path), DTYPES[dtype], tuple(shape)))
+            for i, begins, whole in boxes[0] if boxes else ():
+                if not _is_acceptable_shape(begins, 1) or not _is_acceptable_shape(whole, schema[i][1].itemsize):
+                    raise ProtocolError(f"a layout with the box {begins!r:.100} in {whole!r:.100}")
+                box_of[i] = tuple(begins), tuple(whole)
+            ties = {tuple(path): i for path, i in aliases}
+            for i in (*ties.values(), *box_of):
+                if type(i) is not int or not 0 <= i < len(schema):
+                    raise ProtocolError(f"a layout with a tie or a box of entry {i!r:.100} of {len(schema)}")
+            layout = cls(schema, ties, map(tuple, values), box_of)
         except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a malformed layout: {error!s:.200}") from error
         if layout.encoded != bytes(blob):
             raise ProtocolError("a layout is not in canonical form")
         return layout
-
-    @classmethod
-    def _from_raw(cls, raw: Any) -> Layout:
-        # Other malformed input raises an error that decode() catches, or does not encode to the same bytes again.
-        version, entries, aliases, values, *boxes = raw
-        if version != 1:
-            raise ProtocolError(f"a layout of unknown version {version!r:.100}")
-        schema = []
-        for path, dtype, shape in entries:
-            if dtype not in DTYPES:
-                raise ProtocolError(f"a layout with the dtype {dtype!r:.100}, which is not on the allow-list")
-            if not _is_acceptable_shape(shape, DTYPES[dtype].itemsize):
-                raise ProtocolError(f"a layout with the shape {shape!r:.100}")
-            schema.append((tuple(path), DTYPES[dtype], tuple(shape)))
-        box_of = {}
-        for i, begins, whole in boxes[0] if boxes else ():
-            if not _is_acceptable_shape(begins, 1) or not _is_acceptable_shape(whole, schema[i][1].itemsize):
-                raise ProtocolError(f"a layout with the box {begins!r:.100} in {whole!r:.100}")
-            box_of[i] = tuple(begins), tuple(whole)
-        ties = {tuple(path): i for path, i in aliases}
-        for i in (*ties.values(), *box_of):
-            if type(i) is not int or not 0 <= i < len(schema):
-                raise ProtocolError(f"a layout with a tie or a box of entry {i!r:.100} of {len(schema)}")
-        return cls(schema, ties, map(tuple, values), box_of)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.paths)} keys, {self.nbytes} bytes, {self.digest.hex()[:8]})"
@@ -272,6 +272,8 @@ def pack_values(values: Mapping[Path, Any]) -> bytes:
     """Encode extra state as msgpack bytes, including the tensors and NumPy arrays in it. Raises TypeError if something
     in it cannot be sent, ValueError if a tensor has no values, LimitExceeded if a value is deeper or has more items
     than workers accept, or the values together are larger."""
+    if not values:
+        return b""
     packed = [msgpack.Packer().pack_array_header(len(values))]
     for path, value in values.items():
         name = dotted(path)
@@ -283,7 +285,8 @@ def pack_values(values: Mapping[Path, Any]) -> bytes:
             message = f"the value of {name!r} cannot be sent: {error}; make it a tensor, or {remedy}"
             raise LimitExceeded(message) from None
         except _UnsendableTensor as error:
-            raise type(error.reason)(f"{error.reason}; or {remedy}") from error.reason
+            (reason,) = error.args
+            raise type(reason)(f"{reason}; or {remedy}") from reason
         except (TypeError, ValueError, OverflowError, ProtocolError) as error:
             what = f"the value of {name!r} is neither a tensor nor a value that msgpack can carry"
             raise TypeError(f"{what}: {error}; {remedy}") from error
@@ -296,10 +299,8 @@ def pack_values(values: Mapping[Path, Any]) -> bytes:
 
 
 class _UnsendableTensor(Exception):
-    """A tensor in a value cannot be sent. The message of ``reason`` names it, unlike msgpack's own errors."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.reason = reason
+    """Its argument is the exception that says why a tensor in a value cannot be sent. It names the value, unlike
+    msgpack's own errors."""
 
 
 def _pack_tensor(name: str, value: Any) -> Any:

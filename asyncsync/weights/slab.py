@@ -1,7 +1,8 @@
 """Slab: the weights of one version as one contiguous, 64-byte-aligned byte buffer.
 
 A :class:`Slab` has a typed view for each entry of its layout. A :class:`SlabPool` hands out slabs, and takes them back
-when nothing can touch them any more. :func:`asyncsync.weights.packing.pack` fills them.
+when nothing can touch them any more. :func:`pack` copies tensors, on any device, into a slab. It is the snapshot of a
+version: once it has returned, the trainer may change its tensors.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from asyncsync.weights.copying import copy_tensors, normal_tensors
-from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
-from asyncsync.weights.tree import Path, nest
+from asyncsync.weights.layout import ALIGNMENT, Layout, pack_values, unpack_values
+from asyncsync.weights.tensors import AddressCache, check_source, clone, copy_tensors, copy_value, normal_tensors
+from asyncsync.weights.tree import FlatWeights, Path, dotted, nest
 
 # From this size on, a slab is a mapping of its own, which goes back to the system at once. In malloc's heap, slabs that
 # come and go while a worker reads would fragment it: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20
 # Copying more takes longer than waiting for pyzmq's collector thread to report that libzmq has released the bytes.
 COPIED_BYTES = 256 << 10
+PROGRESS_BYTES = 4 << 20
+CACHED_BYTES = 4 << 20  # copying so many bytes holds the GIL for half a millisecond
 
 # Begin and end of each memory range that slabs reuse and in which Parameters may lie. The keys are tokens, not
 # addresses: when the end of a mapping is noticed, another one may already have its address.
@@ -46,9 +49,11 @@ def lies_in_slab(tensor: torch.Tensor) -> bool:
 class Slab:
     """The weights of one version, packed. Reference-counted; goes back to its pool when nothing can touch it.
 
-    The owner writes a slab once, before any other code sees it. After that it is constant.
+    The owner writes a slab once, before any other code sees it. After that it is constant. Without a ``buffer``, it
+    gets new memory, whose content is undefined.
 
     Attributes:
+        sent: the bytes as they were sent, even if this process has written into ``buffer`` since.
         values: the msgpack bytes of extra state that is no tensor. They travel in the UPDATE.
         descriptor: tells workers where a transport finds the bytes; None: the bytes travel as chunks.
         leased: workers read this very memory, which they lease until they release it; see
@@ -81,10 +86,12 @@ class Slab:
     origin: int | None = None
     base: tuple[int, Slab] | None = None
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
+    def __init__(self, layout: Layout, buffer: torch.Tensor | None = None, pool: SlabPool | None = None) -> None:
+        if buffer is None:
+            buffer = _allocate(layout.nbytes, pinned=False)
         self.layout = layout
         self.nbytes = layout.nbytes
-        self.buffer = buffer
+        self.buffer = self.sent = buffer
         self.values = b""
         self.descriptor: bytes | None = None
         self.on_release: Callable[[], None] | None = None
@@ -99,19 +106,9 @@ class Slab:
         self.encodings: dict[Any, Any] = {}
         self.forks = forks  # how often this process had forked when this slab was made, or reused last
 
-    @classmethod
-    def of(cls, layout: Layout) -> Slab:
-        """A slab without a pool. Its content is undefined."""
-        return Slab(layout, _allocate(layout.nbytes, pinned=False))
-
     @property
     def is_used(self) -> bool:
         return self.references > 0
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """The bytes as they were sent, even if this process has written into :attr:`buffer` since."""
-        return self.buffer
 
     @property
     def streamed(self) -> int:
@@ -136,7 +133,6 @@ class Slab:
 
     @property
     def pieces(self) -> list[memoryview]:
-        """The bytes of each entry of the layout."""
         if self._pieces is None:
             self._pieces = [self.memory[e.offset : e.offset + e.nbytes] for e in self.layout.entries]
         return self._pieces
@@ -163,15 +159,11 @@ class Slab:
         """Write received bytes. Raises MemoryError if there is no memory for them."""
         self.memory[offset : offset + len(data)] = data
 
-    def copy_to(self, other: Slab) -> None:
-        """Copy :attr:`sent` and the values into another slab of the same layout."""
-        copy_tensors([other.buffer], [self.sent])
-        other.values = self.values
-
     def copy(self) -> Slab:
         """An independent slab, without a pool, that holds what was sent."""
-        twin = Slab.of(self.layout)
-        self.copy_to(twin)
+        twin = Slab(self.layout)
+        copy_tensors([twin.buffer], [self.sent])
+        twin.values = self.values
         return twin
 
     def retain(self) -> Slab:
@@ -202,8 +194,7 @@ class Slab:
     def forget_contents(self) -> None:
         """Drop everything that was derived from the bytes, because they will change."""
         self._contents = None
-        if self.encodings:
-            self.encodings = {}
+        self.encodings.clear()
         if self.base is not None:
             self.drop_base()
 
@@ -244,8 +235,11 @@ class SlabPool:
 
     A pool keeps at most one ``spare`` slab. A released slab is *draining* as long as exported pieces of it exist.
     ``slabs`` counts all that hold memory: ``used``, draining and spare. ``peak`` is the highest count so far.
-    ``on_idle`` is called when a slab has drained, in the thread that released its last piece.
+    ``on_idle`` is called when a slab has drained, in the thread that released its last piece. ``cannot_pin``: this
+    system has refused to pin a slab's memory.
     """
+
+    cannot_pin = False
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
         self.on_idle = on_idle
@@ -276,9 +270,6 @@ class SlabPool:
         """Whether one more slab may be acquired now. Only the number of shared-memory slots is limited."""
         return True
 
-    def __contains__(self, slab: Slab) -> bool:
-        return slab.pool is self
-
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
         """Whether :meth:`acquire` needs no expensive allocation."""
         return True
@@ -292,6 +283,7 @@ class SlabPool:
             slab, self.spare = self.spare, None
         if self._returned_pieces:
             self._count_returned()
+        pinned = pinned and not self.cannot_pin
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab.reuse(layout)
         else:
@@ -320,7 +312,7 @@ class SlabPool:
         with self._lock:
             slab.exports += 1
         self._count_returned()
-        weakref.finalize(piece, self._piece_returned, slab).atexit = False
+        weakref.finalize(piece, self._count_returned, slab).atexit = False
 
     def released(self, slab: Slab) -> None:
         with self._lock:
@@ -332,12 +324,11 @@ class SlabPool:
         if self._returned_pieces:
             self._count_returned()
 
-    def _piece_returned(self, slab: Slab) -> None:
-        self._returned_pieces.append(slab)
-        self._count_returned()
-
-    def _count_returned(self) -> None:
-        """Count the pieces that were returned. If the lock is taken, its holder counts them after releasing it."""
+    def _count_returned(self, returned: Slab | None = None) -> None:
+        """Count a returned piece of this slab, and all that came before. If the lock is taken, its holder counts them
+        after releasing it."""
+        if returned is not None:
+            self._returned_pieces.append(returned)
         while self._returned_pieces and self._lock.acquire(blocking=False):
             notify = None
             try:
@@ -388,3 +379,117 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         buffer = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         shift = -buffer.data_ptr() % ALIGNMENT
         return buffer[shift : shift + nbytes]
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def pack(
+    slab: Slab,
+    flat: FlatWeights,
+    progress: Callable[[], None] | None = None,
+    tensors: list[torch.Tensor] | None = None,
+) -> None:
+    """Copy the weights into the slab. When this returns, the sources may change.
+
+    Args:
+        slab: a slab with the layout of these weights.
+        progress: called in this thread whenever ``slab.packed`` has grown by a few megabytes; not for CUDA tensors. The
+            slab's ``values`` must be set already, because they are sent first.
+        tensors: the result of ``slab.layout.arrange(flat)``, if the caller has it.
+    """
+    layout = slab.layout
+    if progress is None:
+        slab.values = pack_values(flat.values)
+    if tensors is None:
+        tensors = [flat.tensors[e.path] for e in layout.entries]
+    if flat.ready is not None:
+        _pack_cuda(slab, tensors, flat.ready)
+        return
+    first = 0  # the entry to pack next
+    if progress is not None:
+        views, slab.packed = slab.views, 0
+        for i, entry in enumerate(layout.entries, 1):
+            if (end := entry.offset + entry.nbytes) - slab.packed >= PROGRESS_BYTES:
+                copy_tensors(views[first:i], tensors[first:i])
+                first, slab.packed = i, end
+                progress()
+    slab.fill(tensors, first)
+    slab.packed = layout.nbytes
+
+
+def copy_flat(flat: FlatWeights) -> FlatWeights:
+    """Copy weights. Each tensor is copied once, on its device, however many names it has. Raises TypeError or
+    ValueError if a tensor cannot be copied."""
+    copies: dict[int, torch.Tensor] = {}
+    for path, tensor in flat.tensors.items():
+        if id(tensor) not in copies:
+            check_source(dotted(path), tensor)
+            copies[id(tensor)] = clone(tensor)
+    tensors = {path: copies[id(tensor)] for path, tensor in flat.tensors.items()}
+    return FlatWeights(tensors, {path: copy_value(dotted(path), value) for path, value in flat.values.items()})
+
+
+def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
+    """Copy from devices to the host, on streams of its own, so that the trainer's kernels run at the same time."""
+    pinned = slab.buffer.is_pinned()
+    streams = {device: torch.cuda.Stream(device) for device in ready}  # type: ignore[no-untyped-call]
+    try:
+        with torch.inference_mode():
+            for device, stream in streams.items():
+                stream.wait_event(ready[device])
+                with torch.cuda.stream(stream):
+                    for view, tensor in zip(slab.views, tensors, strict=True):
+                        if tensor.device == device:
+                            view.copy_(tensor, non_blocking=pinned)
+            others = [(v, t) for v, t in zip(slab.views, tensors, strict=True) if t.device not in streams]
+            if others:
+                copy_tensors([v for v, _ in others], [t for _, t in others])
+    finally:
+        # Wait also after an error: the slab then goes back to its pool, where no copy may still write into it.
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
+    """Record an event on the current stream of each CUDA device that the sources are on. None: they are on none. If the
+    process uses CUDA, this also replaces extra state by a copy on the host."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
+    devices = {t.device for t in flat.tensors.values() if t.is_cuda}
+    events = {}
+    for device in devices:
+        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events[device].record(torch.cuda.current_stream(device))
+    return events or None
+
+
+class SourceCache:
+    """Remembers the latest weights with a layout. If the next ones are the same tensors, copying their bytes is
+    enough."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._addresses = AddressCache()
+        self._paths: list[Path] = []
+        self._in_layout_order: list[memoryview] | None = None
+
+    def lookup(self, flat: FlatWeights) -> list[memoryview] | None:
+        """The bytes of each entry of the layout, valid until a tensor gets other memory. None: these weights may be
+        other tensors than the remembered ones."""
+        if self._in_layout_order is None or flat.values or list(flat.tensors) != self._paths:
+            return None
+        return self._in_layout_order if self._addresses.matches(list(flat.tensors.values())) else None
+
+    def remember(self, flat: FlatWeights) -> None:
+        """Remember these weights, which have the layout, unless they are large or copying them takes more than copying
+        bytes: some are tied or not on the CPU, or there is extra state."""
+        layout = self.layout
+        if layout.nbytes > CACHED_BYTES or layout.aliases or flat.values:
+            return
+        self._in_layout_order = None
+        if (views := self._addresses.lookup(list(flat.tensors.values()))) is not None:
+            self._paths = list(flat.tensors)
+            view_of = dict(zip(self._paths, views, strict=True))
+            self._in_layout_order = [view_of[entry.path] for entry in layout.entries]

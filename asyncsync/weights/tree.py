@@ -22,7 +22,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.weights.copying import PLAIN
+from asyncsync.weights.tensors import PLAIN
 from asyncsync.weights.torch_private import COMPILED
 
 Path = tuple[str, ...]
@@ -71,7 +71,15 @@ def flatten(weights: TensorDictBase | Mapping[str, Any]) -> FlatWeights:
     if not isinstance(weights, TensorDictBase) and PLAIN.issuperset(map(type, weights.values())):
         return FlatWeights(dict(zip(_paths(tuple(weights)), weights.values(), strict=True)))
     flat = FlatWeights()
-    _flatten(weights, (), flat)
+    for path, leaf in _leaves(weights, ()):
+        if path in flat.tensors or path in flat.values:
+            raise ValueError(collision(dotted(path)))
+        if isinstance(leaf, torch.Tensor):
+            flat.tensors[path] = leaf
+        elif path[-1] != EXTRA_STATE and (isinstance(leaf, np.ndarray) or is_array(leaf)):
+            flat.tensors[path] = from_array(leaf, dotted(path))
+        else:
+            flat.values[path] = leaf.data if isinstance(leaf, NonTensorData) else leaf
     return flat
 
 
@@ -85,31 +93,20 @@ def as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, NonTensorStack) else value
 
 
-def _add_leaf(flat: FlatWeights, path: Path, value: Any) -> None:
-    if path in flat.tensors or path in flat.values:
-        raise ValueError(collision(dotted(path)))
-    if isinstance(value, torch.Tensor):
-        flat.tensors[path] = value
-    elif path[-1] != EXTRA_STATE and (isinstance(value, np.ndarray) or is_array(value)):
-        flat.tensors[path] = from_array(value, dotted(path))
-    else:
-        flat.values[path] = value.data if isinstance(value, NonTensorData) else value
-
-
-def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
+def _leaves(weights: TensorDictBase | Mapping[str, Any], prefix: Path) -> Iterator[tuple[Path, Any]]:
     is_dict = not isinstance(weights, TensorDictBase)
     for key, entry in weights.items():
         value = as_list(entry)
         path = canonical((*prefix, *_split(key)) if is_dict else (*prefix, str(key)))
         is_tensordict = isinstance(value, TensorDictBase)
         if path[-1] == EXTRA_STATE:
-            _add_leaf(flat, path, value.to_dict() if is_tensordict else value)
+            yield path, value.to_dict() if is_tensordict else value
         elif is_tensordict or (is_dict and isinstance(value, Mapping)):
-            _flatten(value, path, flat)
+            yield from _leaves(value, path)
         elif is_dict and not isinstance(value, torch.Tensor | np.ndarray) and (arrays := source_arrays(value)):
-            _flatten(arrays, path, flat)
+            yield from _leaves(arrays, path)
         else:
-            _add_leaf(flat, path, value)
+            yield path, value
 
 
 @lru_cache(16)

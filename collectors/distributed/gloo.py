@@ -32,7 +32,7 @@ from asyncsync.collectors.workers.worker import process_name
 from asyncsync.errors import ProtocolError
 from asyncsync.net.endpoint import address_towards
 from asyncsync.transports.torch_distributed import Pair
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.tensors import normal_tensors
 
 MAX_PARTS = 1 << 20
 _HEAD = struct.Struct("<Q32s")  # the number of parts, and the signature

@@ -36,7 +36,7 @@ from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import own_address
 from asyncsync.transports.torch_distributed import OwnStore, connect
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.tensors import normal_tensors
 
 logger = logging.getLogger("asyncsync")
 

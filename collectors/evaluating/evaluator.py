@@ -46,7 +46,7 @@ from asyncsync.runtime.threads import WorkThread, until_done
 from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
-from asyncsync.weights.packing import copy_flat
+from asyncsync.weights.slab import copy_flat
 
 logger = logging.getLogger("asyncsync")
 

@@ -31,7 +31,7 @@ import torch
 
 from asyncsync.errors import AckTimeout, RemoteError
 from asyncsync.transports.shared_memory import MemoryFile
-from asyncsync.weights.copying import is_plain_bytes, normal_tensors
+from asyncsync.weights.tensors import is_plain_bytes, normal_tensors
 
 MAX_PACKET = 32 << 10
 SEND_SECONDS = 60.0

@@ -26,8 +26,8 @@ from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
 from asyncsync.weights import slab
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
+from asyncsync.weights.tensors import normal_tensors
 
 MAX_HELD = 32  # slots of one pool; while there are more, the user gets copies of batches
 MAX_SPARE = 2  # unused slots: usually one is being written while another is read

@@ -13,8 +13,7 @@ from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Instruction

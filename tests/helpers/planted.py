@@ -36,10 +36,9 @@ from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
 from asyncsync.runtime.threads import interrupted_by as interrupted_by
-from asyncsync.transports.shared_memory import Lease, SlotTransport, WeightSlots
+from asyncsync.transports.shared_memory import Lease, SlotTransport
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import lies_in_slab
+from asyncsync.weights.slab import lies_in_slab, pack
 from asyncsync.weights.tree import flatten
 from asyncsync.wire import codec, messages
 from helpers.apis import bare
@@ -300,13 +299,8 @@ def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    real = WeightSlots.lease
-
-    def lease(*given: Any) -> Lease:
-        found = real(*given)
-        return found._replace(place=found.place._replace(**changes))
-
-    monkeypatch.setattr(WeightSlots, "lease", lease)
+    real = Lease.encode
+    monkeypatch.setattr(Lease, "encode", lambda lease: real(lease._replace(place=lease.place._replace(**changes))))
 
 
 def newest_target_of(collector: Any) -> int:

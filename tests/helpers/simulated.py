@@ -21,8 +21,7 @@ from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory, Sharer, ShareSlab
 from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import SourceCache
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, SourceCache
 from asyncsync.wire import messages
 from helpers.machines import SHAPES, Borrowed, layout
 
@@ -245,7 +244,7 @@ class TrainerProcess:
             return None
         rides = target.slab.descriptor is None
         if (
-            target.slab not in (self.pool if rides else self.slots)
+            target.slab.pool is not (self.pool if rides else self.slots)
             or target.slab.read_in_place
             or target.slab.references > 1
         ):

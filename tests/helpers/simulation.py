@@ -23,8 +23,7 @@ from asyncsync.bus.link import TICK
 from asyncsync.errors import PeerLost, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.relays import Verification
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, pack
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import encode_metadata
 from helpers.machines import SHAPES, flat

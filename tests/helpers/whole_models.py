@@ -7,8 +7,7 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, pack
 
 
 class Tied(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import asyncsync.bus.publishing as fast_path
 import asyncsync.model.update
 from asyncsync.bus.fast_path import TrainerFastPath
-from asyncsync.weights.packing import SourceCache
+from asyncsync.weights.slab import SourceCache
 from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare
 from helpers.machines import Desk, flat

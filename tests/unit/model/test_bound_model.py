@@ -18,7 +18,7 @@ from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, ModelTensors
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared, prepare_flat
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tensors import copy_tensors
 from helpers.odd_tensors import Quantised, scaled
 from helpers.whole_models import Tied, filled, finish, published, values_of
 

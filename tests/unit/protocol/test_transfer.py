@@ -14,8 +14,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Sharer, ShareSlab
 from asyncsync.weights.encoding import available_codecs, encode_piece
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import SlabPool
+from asyncsync.weights.slab import SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import messages
 from asyncsync.wire.messages import Chunk, Drop, Fetch, Part, Pull, Update

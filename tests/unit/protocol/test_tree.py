@@ -16,7 +16,7 @@ from asyncsync.errors import PeerLost, ProtocolError, RemoteError, SchemaMismatc
 from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay.process import Relay
-from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import pack
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Relayed
 from helpers.machines import EPOCH, Desk, Station, nonce

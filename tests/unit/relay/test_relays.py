@@ -29,8 +29,7 @@ from asyncsync.net.keys import KeyFiles
 from asyncsync.relay.process import EmbeddedRelay, Relay, load, run, save
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.command import start
 from helpers.pairs import Model, connected, fill, read, until
@@ -387,7 +386,7 @@ async def test_an_address_in_use_is_refused_and_nothing_is_left(tmp_path: Path) 
 
 
 def slab_of(flat: FlatWeights) -> Slab:
-    slab = Slab.of(Layout.of(flat))
+    slab = Slab(Layout.of(flat))
     pack(slab, flat)
     return slab
 

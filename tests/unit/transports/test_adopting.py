@@ -18,8 +18,7 @@ from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.transports import SharedMemTransport
 from asyncsync.transports.shared_memory import ReceivedPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool, lies_in_slab
+from asyncsync.weights.slab import Slab, SlabPool, lies_in_slab, pack
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.whole_models import Tied, filled, finish, published, values_of
 

@@ -12,10 +12,9 @@ from tensordict import TensorDict
 
 from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.transports import channels
-from asyncsync.transports.channels import ChannelReceiver, tagged
+from asyncsync.transports.channels import TAG, ChannelReceiver
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.tree import flatten
 from helpers.apis import ASYNCIO, in_thread
 from helpers.channels import Board, BoardScheme, BoardTransport, Line, board
@@ -37,7 +36,9 @@ def slab_of(value: float, width: int = 64) -> Slab:
 
 
 def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
-    return dict(tagged(slab, descriptor).flatten_keys(".").items())
+    weights = slab.weights()
+    weights.set(TAG, torch.tensor(list(descriptor), dtype=torch.uint8))
+    return dict(weights.flatten_keys(".").items())
 
 
 @contextlib.asynccontextmanager

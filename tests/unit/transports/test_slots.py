@@ -27,8 +27,7 @@ from asyncsync.transports.shared_memory import (
     WeightSlots,
 )
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import SLAB_RANGES, SlabPool
+from asyncsync.weights.slab import SLAB_RANGES, SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
 from helpers.programs import python
@@ -318,7 +317,13 @@ def test_without_file_descriptors_there_is_an_error_that_says_so(pool: WeightSlo
 def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, pool: WeightSlots) -> None:
     """Also not after a slot that was not to be locked."""
     tried: list[int] = []
-    monkeypatch.setattr(shared_memory, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
+
+    class Refusing:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            tried.append(nbytes)
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     for pinned in (True, False, True):
         pool.acquire(layout_of(PAGE), pinned=pinned)
     assert tried == [PAGE]

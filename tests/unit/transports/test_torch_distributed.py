@@ -160,7 +160,7 @@ async def test_workers_may_ask_before_there_is_a_store_and_nothing_stays_there()
     left = connect(own.address).num_keys()
     await place.close()
     assert left == 0
-    assert not own.is_open
+    assert own.server is None
 
 
 async def test_two_senders_at_one_place_do_not_disturb_each_other() -> None:
@@ -172,10 +172,10 @@ async def test_two_senders_at_one_place_do_not_disturb_each_other() -> None:
     found = await asyncio.gather(*(place_in(own).find(worker) for worker in range(8)))
     assert {one.endpoint for one in found} <= {"tcp://127.0.0.1:1", "tcp://127.0.0.1:2"}
     await second.close()
-    assert own.is_open, "only the one that has opened it ends it"
+    assert own.server is not None, "only the one that has opened it ends it"
     assert await place_in(own).find(8) == FIRST.introduction
     await first.close()
-    assert not own.is_open
+    assert own.server is None
 
 
 async def test_a_wait_for_an_answer_ends_when_nobody_waits_any_more_or_the_store_ends() -> None:

@@ -6,16 +6,23 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights import copying
-from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_bytes, copy_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import CACHED_BYTES, FEW_TENSORS, MAX_TENSORS, AddressCache, SourceCache, pack
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
+from asyncsync.weights.tensors import (
+    FEW_TENSORS,
+    LARGE_NUMEL,
+    MAX_TENSORS,
+    AddressCache,
+    clone,
+    copy_bytes,
+    copy_tensors,
+)
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.bits import bits, raw
 from helpers.command import start
@@ -109,7 +116,7 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
 
 REPLACED = """
 import threading, torch
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.tensors import copy_tensors
 
 torch.set_num_threads(1)
 for _ in range(5):
@@ -192,15 +199,14 @@ def test_a_backward_that_needs_the_old_values_fails_instead_of_computing_wrong_g
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Copies of this size are shared among three threads."""
-    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr("asyncsync.weights.tensors.BYTES_PER_THREAD", 1 << 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     return monkeypatch
 
 
 def test_very_large_copies_are_shared_among_threads_that_last_as_long(shared: pytest.MonkeyPatch) -> None:
-    copied_in = []
-    real = copying._copy_all
-    shared.setattr(copying, "_copy_all", lambda pairs: (copied_in.append(threading.current_thread()), real(pairs)))
+    copied_in, real = [], np.copyto
+    shared.setattr(np, "copyto", lambda *pair: (copied_in.append(threading.current_thread()), real(*pair)))
     sources = [torch.randn(size) for size in (COUNT, 7, 3 * COUNT + 1, COUNT, COUNT + 5)]
     destinations = [torch.zeros_like(source) for source in sources]
     before = threading.enumerate()
@@ -225,22 +231,23 @@ def test_without_another_thread_the_copy_is_made_all_the_same(shared: pytest.Mon
 def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
     shared: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    main, real, over = threading.get_ident(), copying._copy_all, []
+    main, real, over = threading.get_ident(), np.copyto, []
 
-    def failing(pairs: list[Any]) -> None:
+    def failing(destination: Any, source: Any) -> None:
         if (threading.get_ident() == main) is (error is KeyboardInterrupt):
             raise error
         time.sleep(0.05)
-        real(pairs)
+        real(destination, source)
         over.append(True)
 
-    shared.setattr(copying, "_copy_all", failing)
+    shared.setattr(np, "copyto", failing)
+    shared.setattr("asyncsync.weights.tensors.PIECE_BYTES", (4 * COUNT * 4 + 2) // 3)  # one for each thread
     with pytest.raises(error):
         copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
 
 
-# -- weights that are sent again (asyncsync/weights/packing.py) --------------------------------------------------------
+# -- weights that are sent again (asyncsync/weights/slab.py) -----------------------------------------------------------
 
 
 Weights = dict[str, torch.Tensor]

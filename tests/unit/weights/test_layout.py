@@ -22,12 +22,10 @@ from torch import nn
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.weights import slab as slab_module
-from asyncsync.weights.copying import clone
 from asyncsync.weights.layout import ALIGNMENT, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
 from asyncsync.weights.msgpack_limits import check_structure
-from asyncsync.weights.packing import copy_flat, cuda_events, pack
-from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.tensors import DTYPES
+from asyncsync.weights.slab import Slab, SlabPool, copy_flat, cuda_events, pack
+from asyncsync.weights.tensors import DTYPES, clone
 from asyncsync.weights.tree import FlatWeights, flatten, nest
 from helpers.bits import bits, raw
 from helpers.odd_tensors import Wrapper, distributed

@@ -14,8 +14,8 @@ from torch import nn
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout, pack_values, unpack_values
-from asyncsync.weights.packing import AddressCache, copy_flat
-from asyncsync.weights.tensors import DTYPES, check_source, destination_problem, have_memory
+from asyncsync.weights.slab import copy_flat
+from asyncsync.weights.tensors import DTYPES, AddressCache, check_source, destination_problem, have_memory
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.odd_tensors import Quantised, Rounding, Wrapper, distributed, noted, refusing, scaled
 
