@@ -16,7 +16,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from asyncsync.wire.messages import Instruction
 
 EPOCH = (1000, 1)
@@ -45,7 +45,7 @@ def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) ->
 
 
 def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> Sent:
-    return codec.decode([codec.encode(instruction), *map(bytes, payload)])
+    return messages.decode([messages.encode(instruction), *map(bytes, payload)])
 
 
 class Desk:

@@ -41,7 +41,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import lies_in_slab
 from asyncsync.weights.tree import flatten
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.apis import bare
 from helpers.pairs import until
 
@@ -174,7 +174,7 @@ def counted(sender: Any) -> Iterator[list[str]]:
     original = broadcast.send
 
     def send(frames: Any) -> None:
-        sent.append(type(codec.decode([bytes(frame) for frame in frames])[0]).__name__)
+        sent.append(type(messages.decode([bytes(frame) for frame in frames])[0]).__name__)
         original(frames)
 
     broadcast.send = send
@@ -184,7 +184,7 @@ def counted(sender: Any) -> Iterator[list[str]]:
 
 def message(kind: str, *fields: Any) -> Any:
     """A message of the protocol, as it travels."""
-    return codec.encode(getattr(messages, kind)(*fields))
+    return messages.encode(getattr(messages, kind)(*fields))
 
 
 @asynccontextmanager
@@ -197,14 +197,14 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], An
         socket.linger = 0
         socket.connect(sender.bus.endpoint)
         await socket.send(message("Hello", worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0}))
-        welcome, _ = codec.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
+        welcome, _ = messages.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
         assert isinstance(welcome, messages.Welcome)
         await socket.send(message("Ready", welcome.epoch, {m: d for m, d in welcome.models.items() if d}))
 
         async def updates() -> int:
             found = 0
             while await socket.poll(0):
-                instruction, _ = codec.decode(await socket.recv_multipart())
+                instruction, _ = messages.decode(await socket.recv_multipart())
                 found += isinstance(instruction, messages.Update)
             return found
 
