@@ -339,7 +339,7 @@ class TrainerLink(Publishing):
                 self.observer.received(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.peer_at(route)):
                 assert self.admission is not None
-                self.admission.assign(new.worker, key)
+                self.admission.holders[new.worker] = key
         except ProtocolError as error:
             self.count_dropped(error, "a worker")
             return
@@ -364,8 +364,9 @@ class TrainerLink(Publishing):
                 self.machine.membership.refuse(route, instruction.nonce, str(error))
                 self.act_on_changes()
             raise
-        if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._expel_revoked()  # now, because the new key replaces the record of the key that had this place
+        if isinstance(instruction, Hello) and admission.holders.get(instruction.worker, key) != key:
+            # The key that has this worker's place is not listed any more. Now, because the new key replaces its record.
+            self._expel_revoked()
         return key
 
     def _expel_revoked(self) -> None:
@@ -422,7 +423,7 @@ class TrainerLink(Publishing):
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
             self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
-        machine.membership.unwatched = {nonce for nonce, watch in self._watches.items() if not watch.is_watching}
+        machine.membership.unwatched = {nonce for nonce, watch in self._watches.items() if watch.descriptor < 0}
 
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():

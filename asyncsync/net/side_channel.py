@@ -186,10 +186,19 @@ class SideChannels:
         self._strangers: dict[SideChannel, None] = {}
         self.of: dict[bytes, SideChannel] = {}
         self._loop = asyncio.get_running_loop()
-        self._socket = None if path is None else _listen(path)
-        if self._socket is not None:
-            closed_in_child.add(self)
-            self._loop.add_reader(self._socket.fileno(), self._accept)
+        self._socket: socket.socket | None = None
+        if path is None:
+            return
+        try:
+            self._socket = _socket()
+            self._socket.bind(os.fspath(path))
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
+            self.close_in_child()
+            return
+        closed_in_child.add(self)
+        self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._socket is not None
@@ -237,7 +246,6 @@ class SideChannels:
         self._remove(channel)
 
     def close_others(self, nonces: Collection[bytes]) -> None:
-        """Close all side channels but those of these nonces."""
         for nonce in self.of.keys() - nonces:
             self.of.pop(nonce).close()
 
@@ -289,20 +297,6 @@ def _socket() -> socket.socket:
     """A new socket. Raises OSError, always on macOS, which does not have this type."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
-    return connection
-
-
-def _listen(path: Path) -> socket.socket | None:
-    connection: socket.socket | None = None
-    try:
-        connection = _socket()
-        connection.bind(os.fspath(path))
-        connection.listen(BACKLOG)
-    except OSError as error:
-        logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
-        if connection is not None:
-            connection.close()
-        return None
     return connection
 
 

@@ -76,7 +76,6 @@ def dealer(context: Context) -> Socket:
 
 
 def subscriber(context: Context) -> Socket:
-    """A worker's socket for the messages to all subscribers."""
     socket = _socket(context, zmq.SUB)
     socket.rcvhwm = FANOUT_HIGH_WATER_MARK
     return socket
