@@ -376,9 +376,10 @@ class TrainerLink(Publishing):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
-        if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
+        listed = self.admission.listed
+        if self._broadcast_endpoint is not None and listed is not None and listed.removed != self._keys_removed:
             # A single subscriber cannot be disconnected: open another port, and tell it to the remaining workers.
-            self._keys_removed = self.admission.removed
+            self._keys_removed = listed.removed
             if self.broadcast is not None:
                 self.broadcast.close()
                 self.broadcast = None

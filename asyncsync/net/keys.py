@@ -471,10 +471,6 @@ class Admission:
             del self.holders[worker]
         return gone
 
-    @property
-    def removed(self) -> int:
-        return 0 if self.listed is None else self.listed.removed
-
     def close(self) -> None:
         """Admit no more clients. Idempotent. To be called before the sockets are closed."""
         for monitor in self._monitors:

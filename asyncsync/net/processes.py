@@ -73,25 +73,19 @@ class ProcessWatch:
             self.descriptor = -1
 
 
-def free_descriptors() -> int:
-    """How many file descriptors this process may still open; ``sys.maxsize`` if unlimited or unknown."""
+def descriptor_shortage(needed: int) -> str:
+    """Why this process cannot open so many more file descriptors; empty if it can, or if that is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
+        return ""
     try:
-        return max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
+        free = max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
     except FileNotFoundError:
-        return sys.maxsize
+        return ""
     except OSError:  # no descriptor is left to list the directory
-        return 0
-
-
-def descriptor_shortage(needed: int) -> str:
-    """Why this process cannot open so many more file descriptors; empty if it can."""
-    free = free_descriptors()
+        free = 0
     if free >= needed + RESERVED_DESCRIPTORS:
         return ""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"{needed} file descriptors and {RESERVED_DESCRIPTORS} in reserve are needed, but this process has {free} of "
         f"{limit} left: raise the limit (ulimit -n, or resource.setrlimit), and let models for the same workers share "

@@ -731,10 +731,7 @@ def decode_metadata(blob: bytes) -> dict[str, Any]:
 # -- messages as bytes -------------------------------------------------------------------------------------------------
 
 # The instructions that may go by the side channel; asyncsync/net/side_channel.py says why these.
-BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
-    {Update, Again}  # to the worker
-    | {Fetch, Staged, Applied, Failed, Released}  # to the trainer
-)
+BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset({Update, Again, Fetch, Staged, Applied, Failed, Released})
 FIXED_FORM = 0xC1  # a first byte that msgpack does not use
 FIXED_HEAD = Struct("<BBQQ")  # FIXED_FORM, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version, the descriptor's length plus one; 0: no descriptor

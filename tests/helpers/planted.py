@@ -5,6 +5,7 @@ Everything here names private parts, so that a rebuild of what is behind the pub
 
 import asyncio
 import os
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +32,6 @@ from asyncsync.collectors.workers.shared_batches import Batch as Batch
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.keys import UNKNOWN_KEY_SECONDS
-from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
@@ -112,7 +112,7 @@ def pack_half(monkeypatch: pytest.MonkeyPatch, wait: threading.Event) -> None:
 
 def descriptors_left() -> int:
     """How many file descriptors this process may still open."""
-    return free_descriptors()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def no_loop_thread() -> bool:
