@@ -146,13 +146,20 @@ class SideChannel:
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message in one packet. Returns False if the message is too large, or was not sent."""
-        # Each frame takes its own length and at most four bytes more.
-        if len(frames) > MAX_PACKET_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
+        count = len(frames) - 1
+        if not count:
+            buffers: tuple[Buffer, ...] = (NO_PAYLOAD, frames[0])
+            size = 1 + len(frames[0])
+        elif count < MAX_PACKET_FRAMES:
+            header, *payload = frames
+            buffers = (struct.pack(f"<B{count}I", count, *map(len, payload)), *payload, header)
+            size = sum(map(len, buffers))
+        else:
             return False
-        header, *payload = frames
-        lengths = struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)) if payload else NO_PAYLOAD
+        if size > MAX_PACKET:
+            return False
         try:
-            self._socket.sendmsg((lengths, *payload, header), (), socket.MSG_NOSIGNAL)
+            self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:
             return False  # the buffer is full or the connection broken: the next read will tell
         return True
