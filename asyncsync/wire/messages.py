@@ -830,7 +830,10 @@ def _decode_msgpack(header: Buffer) -> Instruction:
     check = _CHECKS.get(raw[1]) if type(raw[1]) is int else None
     if check is None:
         raise ProtocolError(f"an instruction of unknown kind {excerpt(raw[1])}")
-    instruction: Instruction = convert((raw[2:],), (check,))[0]
+    values = raw[2:]
+    if len(values) != check.low:
+        raise ProtocolError(f"expected {check.expected}, not {excerpt(values)}")
+    instruction: Instruction = check.record(*convert(values, check.items))
     return instruction
 
 
