@@ -35,8 +35,8 @@ from asyncsync.protocol.worker import Worker
 from asyncsync.weights.slab import Slab, SourceCache, pack
 from asyncsync.weights.tensors import copy_bytes
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.codec import AGAIN_FIELDS, FIXED_FORM, FIXED_HEAD, encode_again, encode_applied
-from asyncsync.wire.messages import Again, Buffer, Epoch, Part
+from asyncsync.wire import messages
+from asyncsync.wire.messages import Again, Buffer, Epoch, Part, encode_again, encode_applied
 
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have new versions, before a reader can enter."""
@@ -44,7 +44,7 @@ Show = Callable[[Epoch, Mapping[str, Acting]], None]
 Send = Callable[[Peer, bytes, Sequence[Buffer]], bool]
 """Sends a worker a header and payload frames; False: it did not."""
 
-_AGAIN = Struct(f"<{FIXED_HEAD.size}s{AGAIN_FIELDS}")
+_AGAIN = Struct(f"<{messages.FIXED_HEAD.size}s{messages.AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # one for each of the trainer's two slots
 
 _is_cpu = attrgetter("is_cpu")
@@ -184,7 +184,7 @@ class WorkerFastPath:
         self._show = show
         self._needs_only_gate = needs_only_gate
         self._epoch = machine.session.epoch
-        self._prefix = FIXED_HEAD.pack(FIXED_FORM, Again.kind, *self._epoch)
+        self._prefix = messages.FIXED_HEAD.pack(messages.FIXED_FORM, Again.kind, *self._epoch)
         binding = machine.models[model_id]
         assert binding.bound is not None
         self._bound = binding.bound

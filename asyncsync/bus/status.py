@@ -22,8 +22,7 @@ from asyncsync.monitor.trace import Hook, debug_log
 from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire import messages
-from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import Again, Buffer, Epoch, Instruction, Report, Update, WorkerReport, epoch_text
+from asyncsync.wire.messages import Again, Buffer, Epoch, Instruction, Report, Update, WorkerReport, decode, epoch_text
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram

@@ -25,14 +25,14 @@ from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, s
 from asyncsync.net.keys import Admission, Certificate, KeyFiles
 from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_process
 from asyncsync.net.rendezvous import Introductions
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, NO_PAYLOAD, Receive, SideChannels, decode_packet, split_packet
+from asyncsync.net.side_channel import NO_PAYLOAD, Receive, SideChannels, split_packet
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome, Progress
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime import loop_thread
-from asyncsync.wire.codec import decode, encode
+from asyncsync.wire import messages
 from asyncsync.wire.messages import Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class TrainerLink(Publishing):
             return
         self.end_fast_path()
         try:
-            instruction, payload = decode([frame.buffer for frame in frames[1:]])
+            instruction, payload = messages.decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
             if type(instruction) is Inquiry:
                 self._answer_inquiry(route, instruction)
@@ -339,7 +339,7 @@ class TrainerLink(Publishing):
                 self.observer.received(peer.worker, instruction)
             if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.peer_at(route)):
                 assert self.admission is not None
-                self.admission.assign(new.worker, key)
+                self.admission.holders[new.worker] = key
         except ProtocolError as error:
             self.count_dropped(error, "a worker")
             return
@@ -350,7 +350,7 @@ class TrainerLink(Publishing):
     def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
         """Any client that may connect may ask for a report. The machine does not see the question."""
         if (report := self.reporter.answer(inquiry.token)) is not None:
-            self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
+            self._socket.send((route, messages.encode(report)))  # its result does not matter: the client may have left
             self._socket.after_send()
         self.act_on_changes()
 
@@ -364,8 +364,9 @@ class TrainerLink(Publishing):
                 self.machine.membership.refuse(route, instruction.nonce, str(error))
                 self.act_on_changes()
             raise
-        if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._expel_revoked()  # now, because the new key replaces the record of the key that had this place
+        if isinstance(instruction, Hello) and admission.holders.get(instruction.worker, key) != key:
+            # The key that has this worker's place is not listed any more. Now, because the new key replaces its record.
+            self._expel_revoked()
         return key
 
     def _expel_revoked(self) -> None:
@@ -375,9 +376,10 @@ class TrainerLink(Publishing):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
             self.machine.expel(worker, why, self.loop.time())
-        if self._broadcast_endpoint is not None and self.admission.removed != self._keys_removed:
+        listed = self.admission.listed
+        if self._broadcast_endpoint is not None and listed is not None and listed.removed != self._keys_removed:
             # A single subscriber cannot be disconnected: open another port, and tell it to the remaining workers.
-            self._keys_removed = self.admission.removed
+            self._keys_removed = listed.removed
             if self.broadcast is not None:
                 self.broadcast.close()
                 self.broadcast = None
@@ -397,7 +399,7 @@ class TrainerLink(Publishing):
         if fast is not None and packet[:1] == NO_PAYLOAD and fast.answer(peer, packet[1:], self.loop.time()):
             return
         try:
-            instruction, _ = decode_packet(split_packet(packet))
+            instruction, _ = messages.decode(split_packet(packet), by_side_channel=True)
             self.end_fast_path()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.traces:
@@ -422,7 +424,7 @@ class TrainerLink(Publishing):
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
             self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
-        machine.membership.unwatched = {nonce for nonce, watch in self._watches.items() if not watch.is_watching}
+        machine.membership.unwatched = {nonce for nonce, watch in self._watches.items() if watch.descriptor < 0}
 
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():
@@ -480,10 +482,10 @@ class TrainerLink(Publishing):
             while outbox:
                 route, instruction, payload = outbox.popleft()
                 if instruction is not last:  # mostly, all workers get the same message
-                    last, header = instruction, encode(instruction)
+                    last, header = instruction, messages.encode(instruction)
                     if self.broadcast is not None and self._send_broadcast(route, instruction, header, payload):
                         continue
-                peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
+                peer = routes.get(route) if channels and type(instruction) in messages.BY_SIDE_CHANNEL else None
                 # Not to a worker that has not answered its last WELCOME: see net/side_channel.py on the order.
                 channel = None if peer is None or peer.owes_answer else channels.get(peer.nonce)
                 if channel is not None and channel.send((header, *payload)):
@@ -509,9 +511,7 @@ class TrainerLink(Publishing):
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
-        if channel is not None and (
-            channel.send((header, *payload)) if payload else channel.write((NO_PAYLOAD, header))
-        ):
+        if channel is not None and channel.send((header, *payload)):
             return True
         outcome = self._socket.send((peer.route, header, *payload))
         self._socket.after_send()
@@ -524,7 +524,7 @@ class TrainerLink(Publishing):
         cast = fanout.merge_into_cast(route, instruction, payload, self.machine.announcement)
         if cast is None and route != ALL_SUBSCRIBERS:
             return False
-        self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
+        self.broadcast.send((header, *payload) if cast is None else (messages.encode(cast), header, *payload))
         if cast is not None and isinstance(instruction, Update) and (self.serving_transports or self.observer.traces):
             for reached in fanout.reached:
                 self.update_sent(reached, instruction)

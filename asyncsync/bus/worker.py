@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_process
 from asyncsync.net.rendezvous import Find, Introduction, SenderConnection
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect_side_channel, decode_packet, split_packet
+from asyncsync.net.side_channel import SideChannel, connect_side_channel, split_packet
 from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
@@ -36,16 +36,13 @@ from asyncsync.protocol.worker import Relaying, Worker
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Instruction, Part, Welcome
+from asyncsync.wire import messages
+from asyncsync.wire.messages import FIRST_GUEST, Again, Bye, Cast, Chunk, Part, Welcome
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
-
-Decode = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
-"""Decodes the frames of a message; raises ProtocolError."""
 
 ENDING_SECONDS = 2.0  # shutdown waits at most this long for its tasks
 FETCH_DEADLINE = 60.0
@@ -174,7 +171,7 @@ class WorkerLink(Applying, Memory):
         if self.side_channel is not None:
             self.side_channel.drain()
         self.connection.drain_fanout()
-        self._receive_frames([frame.buffer for frame in frames], decode)
+        self._receive_frames([frame.buffer for frame in frames], by_side_channel=False)
 
     def _receive_packet(self, packet: memoryview) -> None:
         try:
@@ -182,9 +179,9 @@ class WorkerLink(Applying, Memory):
         except ProtocolError as error:
             self.count_dropped(error, "the sender")
             return
-        self._receive_frames(frames, decode_packet)
+        self._receive_frames(frames, by_side_channel=True)
 
-    def _receive_frames(self, frames: list[memoryview], decode_message: Decode) -> None:
+    def _receive_frames(self, frames: list[memoryview], *, by_side_channel: bool) -> None:
         """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
@@ -201,13 +198,13 @@ class WorkerLink(Applying, Memory):
                 raise
             except BaseException:
                 # The update may be in the model by half, or whole and not acknowledged.
-                self._receive_on_general_path(frames, decode_message)
+                self._receive_on_general_path(frames, by_side_channel=by_side_channel)
                 raise
-        self._receive_on_general_path(frames, decode_message)
+        self._receive_on_general_path(frames, by_side_channel=by_side_channel)
 
-    def _receive_on_general_path(self, frames: list[memoryview], decode_message: Decode) -> None:
+    def _receive_on_general_path(self, frames: list[memoryview], *, by_side_channel: bool) -> None:
         try:
-            instruction, payload = decode_message(frames)
+            instruction, payload = messages.decode(frames, by_side_channel=by_side_channel)
             if self.observer.has_listeners:
                 self.observer.received(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
@@ -233,7 +230,7 @@ class WorkerLink(Applying, Memory):
 
     def _receive_broadcast(self, frames: list[Any]) -> None:
         try:
-            instruction, payload = decode([frame.buffer for frame in frames])
+            instruction, payload = messages.decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
             before = self.machine.serial
@@ -378,8 +375,10 @@ class WorkerLink(Applying, Memory):
         by_zmq = False
         while outbox:
             instruction = outbox.popleft()
-            frames = (encode(instruction),)
-            if channel is None or not (channel.open and type(instruction) in BY_SIDE_CHANNEL and channel.send(frames)):
+            frames = (messages.encode(instruction),)
+            if channel is None or not (
+                channel.open and type(instruction) in messages.BY_SIDE_CHANNEL and channel.send(frames)
+            ):
                 self.connection.send(frames)
                 by_zmq = True
         if by_zmq:

@@ -20,8 +20,7 @@ from asyncsync.net.keys import Credentials
 from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import dealer
-from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import Inquiry, Report
+from asyncsync.wire.messages import Inquiry, Report, decode, encode
 
 if TYPE_CHECKING:
     from rich.console import Console

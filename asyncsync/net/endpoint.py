@@ -169,13 +169,28 @@ class EndpointLock:
     """
 
     def __init__(self, endpoint: str) -> None:
-        path = Path(endpoint.removeprefix("ipc://"))
-        self._path = path
+        self._path = path = Path(endpoint.removeprefix("ipc://"))
         self._private = private_directory(endpoint) is not None
         self._lock = path.with_name(path.name + ".lock")
         self._descriptor: int | None = None
         try:
-            self._acquire()
+            if self._private:
+                remove_stale_directories(path.parent.parent)
+                if not is_trustworthy(endpoint) and os.path.lexists(path.parent):
+                    raise PermissionError(f"{path.parent} does not belong to this user")
+            if self._private and not path.parent.exists():
+                # Created under another name and locked first, so that remove_stale_directories never finds it unlocked.
+                hidden = path.parent.with_name(f".{path.parent.name}")
+                hidden.mkdir(mode=0o700)
+                self._descriptor = _lock_file(hidden / self._lock.name)
+                hidden.rename(path.parent)
+            else:
+                self._descriptor = _lock_file(self._lock)
+            if self._descriptor is not None:
+                self._remove_sockets()  # a killed predecessor left them behind
+                if os.path.lexists(path):
+                    self._lock.unlink()
+                    raise FileExistsError(f"{path} exists already, and is not a socket")
         except OSError as error:
             self._close_descriptor()
             raise NotConnected(
@@ -187,26 +202,6 @@ class EndpointLock:
             )
         closed_in_child.add(self)
         atexit.register(self.release)  # so that a program without shutdown() leaves no file behind
-
-    def _acquire(self) -> None:
-        path = self._path
-        if self._private:
-            remove_stale_directories(path.parent.parent)
-            if not is_trustworthy(f"ipc://{path}") and os.path.lexists(path.parent):
-                raise PermissionError(f"{path.parent} does not belong to this user")
-        if self._private and not path.parent.exists():
-            # Created under another name and locked first, so that remove_stale_directories never finds it unlocked.
-            hidden = path.parent.with_name(f".{path.parent.name}")
-            hidden.mkdir(mode=0o700)
-            self._descriptor = _lock_file(hidden / self._lock.name)
-            hidden.rename(path.parent)
-        else:
-            self._descriptor = _lock_file(self._lock)
-        if self._descriptor is not None:
-            self._remove_sockets()  # a killed predecessor left them behind
-            if os.path.lexists(path):
-                self._lock.unlink()
-                raise FileExistsError(f"{path} exists already, and is not a socket")
 
     def _remove_sockets(self) -> None:
         """Remove the sockets at the locked paths. No other process listens there while this one has the lock."""

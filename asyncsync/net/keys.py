@@ -116,14 +116,6 @@ class Certificate:
             raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
         return cls(*zmq.curve_keypair(), workers)
 
-    def configure_server(self, socket: Socket) -> None:
-        """Before the socket is bound: accept only connections that are encrypted and that a ZAP handler admits; without
-        a handler, none."""
-        socket.zap_domain = ZAP_DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-        socket.curve_server = True
-
     def configure_client(self, socket: Socket, server: bytes) -> None:
         """Before the socket is connected: use these keys, and accept only the server with this public key."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
@@ -227,7 +219,7 @@ class ClientList:
         self._warned: dict[str, FileStamp] = {}
         try:
             check_writers(directory, os.stat(directory).st_mode)
-            self._update(self._scan(), strict=True)
+            self._update(strict=True)
         except OSError as error:
             raise NotConnected(f"cannot read the list of clients in {directory}: {error.strerror}") from error
         if not self.clients:
@@ -241,7 +233,7 @@ class ClientList:
         began = time.thread_time()  # does not count waiting for the disk or for another thread
         before = self.clients
         try:
-            self._update(self._scan(), strict=False)
+            self._update(strict=False)
             self._warned.pop("", None)
         except OSError as error:
             self._warn("", (), f"cannot read the list of clients in {self._directory}: {error.strerror}")
@@ -249,7 +241,7 @@ class ClientList:
         self._pause = min((time.thread_time() - began) / MAX_REFRESH_SHARE, LONGEST_REFRESH_PAUSE)
         return self.clients != before
 
-    def _scan(self) -> dict[str, FileStamp]:
+    def _update(self, *, strict: bool) -> None:
         found: dict[str, FileStamp] = {}
         with os.scandir(self._directory) as entries:
             for entry in entries:
@@ -257,9 +249,6 @@ class ClientList:
                     with suppress(FileNotFoundError):  # just removed, or a dangling link
                         status = entry.stat()
                         found[entry.name] = (status.st_mtime_ns, status.st_ino, status.st_size)
-        return found
-
-    def _update(self, found: Mapping[str, FileStamp], *, strict: bool) -> None:
         files: dict[str, tuple[FileStamp, Certificate]] = {}
         clients: dict[bytes, Certificate] = {}
         for name, stamp in sorted(found.items()):
@@ -380,6 +369,7 @@ class Admission:
     Attributes:
         issued: without a ``listed``, the admitted clients, by the public keys that were issued to them.
         listed: the list of admitted clients; None: those of ``issued``.
+        holders: for each worker, the key that has taken its place, which it has for as long as it is listed.
         refused: the numbers of refused connections and messages, by reason.
     """
 
@@ -389,7 +379,7 @@ class Admission:
         self.listed = listed
         self.refused: Counter[str] = Counter()
         self._logged: set[tuple[str, str]] = set()
-        self._holders: dict[int, bytes] = {}  # for each worker, the key that has taken its place
+        self.holders: dict[int, bytes] = {}
         self._crash = crash
         self._monitors: list[Monitor] = []
         handler = context.socket(zmq.ROUTER)
@@ -406,13 +396,11 @@ class Admission:
         for monitor in [one for one in self._monitors if one.watched.closed]:
             monitor.close()
             self._monitors.remove(monitor)
-        self.server.configure_server(socket)
+        socket.zap_domain = ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, no client is admitted
+        socket.curve_publickey, socket.curve_secretkey = self.server.public, self.server.secret
+        socket.curve_server = True
         self._monitors.append(Monitor(socket, FAILED_BEFORE_ZAP, self._handshake_failed, self._crash))
-
-    def issue(self, public: bytes, worker: int) -> None:
-        """Admit this key as this worker."""
-        workers = Workers((range(worker, worker + 1),))
-        self.issued[public] = Certificate(public, workers=workers, name=f"worker {worker}")
 
     def client(self, key: bytes) -> Certificate | None:
         """The certificate of the admitted client with this public key."""
@@ -454,7 +442,7 @@ class Admission:
             raise ProtocolError("its key was taken off the list")
         # Check both, because the route may have been another worker's before.
         for worker in {one.worker for one in (instruction, peer) if isinstance(one, Hello | Peer)}:
-            why, holder = f"it claims to be worker {worker}", self._holders.get(worker, key)
+            why, holder = f"it claims to be worker {worker}", self.holders.get(worker, key)
             if worker not in client.workers and worker >= FIRST_GUEST:
                 why = f"{client.name}'s key is for worker {client.workers} only; fetch and relays need a key for any "
                 why += "worker: asyncsync keygen DIR --name watcher"
@@ -468,14 +456,6 @@ class Admission:
             raise ProtocolError(why)
         return key
 
-    def displaces(self, worker: int, key: bytes) -> bool:
-        """Whether this worker's place still belongs to another key, which :meth:`check` has found to be unlisted."""
-        return self._holders.get(worker, key) != key
-
-    def assign(self, worker: int, key: bytes) -> None:
-        """Give this worker's place to this key, for as long as it is listed."""
-        self._holders[worker] = key
-
     def pop_revoked(self, present: Container[int]) -> list[int]:
         """Free the places whose keys are no longer listed, or no longer for that worker, and return these workers.
 
@@ -485,15 +465,11 @@ class Admission:
         if self.listed is None:
             return []
         self.listed.refresh()
-        self._holders = {w: key for w, key in self._holders.items() if w < FIRST_GUEST or w in present}
-        gone = [w for w, key in self._holders.items() if (c := self.client(key)) is None or w not in c.workers]
+        self.holders = {w: key for w, key in self.holders.items() if w < FIRST_GUEST or w in present}
+        gone = [w for w, key in self.holders.items() if (c := self.client(key)) is None or w not in c.workers]
         for worker in gone:
-            del self._holders[worker]
+            del self.holders[worker]
         return gone
-
-    @property
-    def removed(self) -> int:
-        return 0 if self.listed is None else self.listed.removed
 
     def close(self) -> None:
         """Admit no more clients. Idempotent. To be called before the sockets are closed."""

@@ -25,7 +25,6 @@ WATCH_RETRY_SECONDS = 5.0
 
 
 def this_process() -> Identity:
-    """The identity of this process, for a peer that may share its host and pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -35,25 +34,21 @@ def this_process() -> Identity:
 
 
 class ProcessWatch:
-    """Calls ``ended`` as soon as a process of this host ends, by ``pidfd_open``."""
+    """Calls ``ended`` as soon as a process of this host ends, by ``pidfd_open``. ``descriptor`` is negative if the
+    process cannot be watched: a sandbox forbids it, or it is this process."""
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._pid = pid
-        self._descriptor = -1
+        self.descriptor = -1
         self._ended = ended
         self._retry: asyncio.TimerHandle | None = None
         if pid != os.getpid() and hasattr(os, "pidfd_open"):
             self._open()
 
-    @property
-    def is_watching(self) -> bool:
-        """False if the process cannot be watched: a sandbox forbids it, or it is this process."""
-        return self._descriptor >= 0
-
     def _open(self) -> None:
         try:
-            self._descriptor = os.pidfd_open(self._pid)
+            self.descriptor = os.pidfd_open(self._pid)
         except ProcessLookupError:
             self._loop.call_soon(self._ended)
             return
@@ -62,7 +57,7 @@ class ProcessWatch:
                 logger.warning("cannot watch process %d: %s", self._pid, error)
             self._retry = self._loop.call_later(WATCH_RETRY_SECONDS, self._open)
             return
-        self._loop.add_reader(self._descriptor, self._process_ended)
+        self._loop.add_reader(self.descriptor, self._process_ended)
 
     def _process_ended(self) -> None:
         self.close()
@@ -71,32 +66,26 @@ class ProcessWatch:
     def close(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
-        if self._descriptor >= 0:
+        if self.descriptor >= 0:
             if not self._loop.is_closed():
-                self._loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def free_descriptors() -> int:
-    """How many file descriptors this process may still open; ``sys.maxsize`` if unlimited or unknown."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    try:
-        return max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
-    except FileNotFoundError:
-        return sys.maxsize
-    except OSError:  # no descriptor is left to list the directory
-        return 0
+                self._loop.remove_reader(self.descriptor)
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 def descriptor_shortage(needed: int) -> str:
-    """Why this process cannot open so many more file descriptors; empty if it can."""
-    free = free_descriptors()
+    """Why this process cannot open so many more file descriptors; empty if it can, or if that is unknown."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    try:
+        free = max(0, limit - len(os.listdir("/dev/fd" if sys.platform == "darwin" else "/proc/self/fd")))
+    except FileNotFoundError:
+        return ""
+    except OSError:  # no descriptor is left to list the directory
+        free = 0
     if free >= needed + RESERVED_DESCRIPTORS:
         return ""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"{needed} file descriptors and {RESERVED_DESCRIPTORS} in reserve are needed, but this process has {free} of "
         f"{limit} left: raise the limit (ulimit -n, or resource.setrlimit), and let models for the same workers share "
@@ -105,7 +94,6 @@ def descriptor_shortage(needed: int) -> str:
 
 
 def can_open_memory_of(pid: int) -> bool:
-    """Whether this process may open the memory files of that process."""
     try:
         os.stat(f"/proc/{pid}/ns/pid")  # needs the same permission as the descriptors in /proc/PID/fd
     except OSError:

@@ -41,7 +41,7 @@ import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, split_endpoints, tcp_endpoint
-from asyncsync.net.keys import Admission, Certificate, Credentials
+from asyncsync.net.keys import Admission, Certificate, Credentials, Workers
 from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, ReceiveFrames, Socket, subscriber
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
@@ -116,8 +116,8 @@ class Introductions:
             absent = (one for one in self._by_worker if one not in self._present)
             if len(self._by_worker) >= self._limit and (replaced := next(absent, None)) is not None:
                 del self.admission.issued[self._by_worker.pop(replaced).own.public]
-            own = Certificate.draw()
-            self.admission.issue(own.public, worker)
+            own, only = Certificate.draw(), Workers((range(worker, worker + 1),))
+            self.admission.issued[own.public] = Certificate(own.public, workers=only, name=f"worker {worker}")
             found = Introduction(self.endpoint, self.admission.server.public, own)
         self._by_worker[worker] = found
         return found
@@ -312,28 +312,26 @@ class Dialer(LoopSocket):
         elif event == zmq.EVENT_DISCONNECTED:
             self.disconnected()
         elif event & _ATTEMPTS:
-            self._on_attempt(has_begun=event == zmq.EVENT_CONNECT_DELAYED)
+            # An attempt of libzmq's has begun, or is over. If it is over but never began, the name has no address.
+            has_begun = event == zmq.EVENT_CONNECT_DELAYED
+            if self.endpoint.startswith("tcp:"):
+                host, _ = host_port(self.endpoint)
+                unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no route to it"
+                if not has_begun and not self._is_attempting:
+                    self.why = unknown
+                elif self.why == unknown:
+                    self.why = ""
+            self._is_attempting = has_begun
         elif why := self._explain(event, value):
             self.refused[why] += 1
             if self.refused[why] == 1:
                 logger.warning("%s; trying again", why)
-            is_explicit = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             self.why = why
+            is_explicit = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             self.is_refused = is_explicit or (self.refused[why] >= CLOSED_AT_ONCE and not self._uses_keys)
             if self._timer is None:
                 self._disconnect()
                 self._redial_later()
-
-    def _on_attempt(self, *, has_begun: bool) -> None:
-        """An attempt of libzmq's has begun, or is over. If it is over but never began, the name has no address."""
-        if self.endpoint.startswith("tcp:"):
-            host, _ = host_port(self.endpoint)
-            unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no route to it"
-            if not has_begun and not self._is_attempting:
-                self.why = unknown
-            elif self.why == unknown:
-                self.why = ""
-        self._is_attempting = has_begun
 
     def _redial_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._redial)

@@ -12,9 +12,9 @@ the other end belongs to the same user (``SO_PEERCRED``). When the receiver lose
 side channel too, and opens another one with the next WELCOME. The end of a side channel does not mean that a process
 has ended: ``pidfd`` reports that.
 
-**Order.** Only the instructions in :data:`BY_SIDE_CHANNEL` go this way: UPDATE and AGAIN to the worker; FETCH, STAGED,
-APPLIED, FAILED and RELEASED to the trainer. Messages by the two ways may arrive in another order than they were sent.
-This does no harm:
+**Order.** Only the instructions in ``BY_SIDE_CHANNEL`` of :mod:`asyncsync.wire.messages` go this way: UPDATE and AGAIN
+to the worker; FETCH, STAGED, APPLIED, FAILED and RELEASED to the trainer. Messages by the two ways may arrive in
+another order than they were sent. This does no harm:
 
 - A message through ZeroMQ never overtakes one by the side channel, because a packet is in the receiving buffer when the
   sending call returns, and each side drains the side channel before it handles a message from ZeroMQ. So BYE arrives
@@ -49,16 +49,10 @@ from pathlib import Path
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.processes import closed_in_child
 from asyncsync.net.zmq_socket import Crash
-from asyncsync.wire import messages
-from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import Buffer, Instruction
+from asyncsync.wire.messages import Buffer
 
 logger = logging.getLogger("asyncsync")
 
-BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
-    {messages.Update, messages.Again}  # to the worker
-    | {messages.Fetch, messages.Staged, messages.Applied, messages.Failed, messages.Released}
-)
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_PACKET_FRAMES = 255
 NO_PAYLOAD = b"\0"  # the number of payload frames; a packet without payload is this byte and the header
@@ -74,17 +68,9 @@ _CREDENTIALS = struct.Struct("3i")
 Receive = Callable[[memoryview], None]
 
 
-def join_packet(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of the packet of a message, which has a header and up to :data:`MAX_PACKET_FRAMES` payload frames."""
-    header, *payload = frames
-    if not payload:
-        return [NO_PAYLOAD, header]
-    return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
-
-
 def split_packet(packet: memoryview) -> list[memoryview]:
     """The message in a packet: views of its header and payload frames. Raises LimitExceeded for more bytes than a
-    packet can have, ProtocolError for anything else that :func:`join_packet` does not make."""
+    packet can have, ProtocolError for anything else that :meth:`SideChannel.send` does not make."""
     size = len(packet)
     if size > MAX_PACKET:
         raise LimitExceeded(f"a packet of more than {MAX_PACKET} bytes")
@@ -101,15 +87,6 @@ def split_packet(packet: memoryview) -> list[memoryview]:
     if start >= size:
         raise ProtocolError(f"a packet of {size} bytes whose payload frames leave no room for the instruction")
     return [packet[start:], *frames]
-
-
-def decode_packet(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
-    """Decode the frames of a packet into an instruction and its payload. Raises LimitExceeded or ProtocolError if they
-    are malformed, or hold an instruction that does not go by the side channel."""
-    instruction, payload = decode(frames)
-    if type(instruction) not in BY_SIDE_CHANNEL:
-        raise ProtocolError(f"{type(instruction).__name__} does not go by the side channel")
-    return instruction, payload
 
 
 class SideChannel:
@@ -169,13 +146,18 @@ class SideChannel:
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message in one packet. Returns False if the message is too large, or was not sent."""
-        # Each frame takes its own length and at most four bytes more.
-        if len(frames) > MAX_PACKET_FRAMES or sum(map(len, frames)) + 4 * len(frames) > MAX_PACKET:
+        count = len(frames) - 1
+        if not count:
+            buffers: tuple[Buffer, ...] = (NO_PAYLOAD, frames[0])
+            size = 1 + len(frames[0])
+        elif count < MAX_PACKET_FRAMES:
+            header, *payload = frames
+            buffers = (struct.pack(f"<B{count}I", count, *map(len, payload)), *payload, header)
+            size = sum(map(len, buffers))
+        else:
             return False
-        return self.write(join_packet(frames))
-
-    def write(self, buffers: Sequence[Buffer]) -> bool:
-        """Send these buffers as one packet. Returns False if it was not sent."""
+        if size > MAX_PACKET:
+            return False
         try:
             self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
         except OSError:
@@ -211,10 +193,19 @@ class SideChannels:
         self._strangers: dict[SideChannel, None] = {}
         self.of: dict[bytes, SideChannel] = {}
         self._loop = asyncio.get_running_loop()
-        self._socket = None if path is None else _listen(path)
-        if self._socket is not None:
-            closed_in_child.add(self)
-            self._loop.add_reader(self._socket.fileno(), self._accept)
+        self._socket: socket.socket | None = None
+        if path is None:
+            return
+        try:
+            self._socket = _socket()
+            self._socket.bind(os.fspath(path))
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
+            self.close_in_child()
+            return
+        closed_in_child.add(self)
+        self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._socket is not None
@@ -231,16 +222,20 @@ class SideChannels:
             connection.close()
             return
         channel = SideChannel(connection, self._buffer, self._remove, self._crash)
-        channel.receive = partial(self._introduced, channel)
+        channel.receive = partial(self._introduced, channel, connection)
         self._strangers[channel] = None
         if len(self._strangers) > MAX_STRANGERS:
             self._close(next(iter(self._strangers)))
 
-    def _introduced(self, channel: SideChannel, packet: memoryview) -> None:
+    def _introduced(self, channel: SideChannel, connection: socket.socket, packet: memoryview) -> None:
         text = bytes(packet[: len(INTRODUCTION) + 17])  # a nonce of 16 bytes, and one more if the packet is too long
         nonce = text.removeprefix(INTRODUCTION)
         receive = self._introduce(nonce) if text.startswith(INTRODUCTION) else None
-        if receive is None or not channel.write([GREETING]):
+        try:
+            if receive is None:
+                raise PermissionError("no welcomed receiver has this nonce")
+            connection.send(GREETING, socket.MSG_NOSIGNAL)
+        except OSError:
             self._close(channel)
             return
         del self._strangers[channel]
@@ -258,7 +253,6 @@ class SideChannels:
         self._remove(channel)
 
     def close_others(self, nonces: Collection[bytes]) -> None:
-        """Close all side channels but those of these nonces."""
         for nonce in self.of.keys() - nonces:
             self.of.pop(nonce).close()
 
@@ -310,20 +304,6 @@ def _socket() -> socket.socket:
     """A new socket. Raises OSError, always on macOS, which does not have this type."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
-    return connection
-
-
-def _listen(path: Path) -> socket.socket | None:
-    connection: socket.socket | None = None
-    try:
-        connection = _socket()
-        connection.bind(os.fspath(path))
-        connection.listen(BACKLOG)
-    except OSError as error:
-        logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
-        if connection is not None:
-            connection.close()
-        return None
     return connection
 
 

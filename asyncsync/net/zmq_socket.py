@@ -22,7 +22,7 @@ import zmq
 from asyncsync.net.endpoint import host_port, tcp_endpoint
 from asyncsync.net.processes import closed_in_child
 from asyncsync.net.zmq_private import get, recv, send
-from asyncsync.wire.codec import MAX_FRAME
+from asyncsync.wire.messages import MAX_FRAME
 
 # Draining yields to the loop after so long, because a burst of chunks must not stall the user's other coroutines.
 DRAIN_SECONDS = 0.004
@@ -76,7 +76,6 @@ def dealer(context: Context) -> Socket:
 
 
 def subscriber(context: Context) -> Socket:
-    """A worker's socket for the messages to all subscribers."""
     socket = _socket(context, zmq.SUB)
     socket.rcvhwm = FANOUT_HIGH_WATER_MARK
     return socket

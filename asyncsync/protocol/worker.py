@@ -30,8 +30,7 @@ from asyncsync.weights.encoding import decode_piece
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
-from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import Buffer, Chunk, Epoch, Fetch, Instruction, Part, Pull, Verify
+from asyncsync.wire.messages import Buffer, Chunk, Epoch, Fetch, Instruction, Part, Pull, Verify, decode
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; the workers that set the pace of a push may have stopped
@@ -173,7 +172,7 @@ class Worker:
         # The short form speaks for one part. Of several parts, this worker may have left some out.
         is_whole = self.base is not None and self.base[0] == staging.serial
         if at_once and is_whole and serial == staging.serial and not in_use:
-            session.send(messages.Applied.short_form(staging.epoch, staging.serial))
+            session.send(messages.Applied(staging.epoch, {}, staging.serial, (), staging.serial))
         else:
             session.send(messages.Applied(staging.epoch, session.to_trainer_names(holdings.versions), serial, in_use))
 
@@ -494,7 +493,7 @@ class Worker:
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.serial:
             if self.steady(again.serial) is not None:  # an interrupt struck between applying and reporting it
-                self.session.send(messages.Applied.short_form(again.epoch, again.serial))
+                self.session.send(messages.Applied(again.epoch, {}, again.serial, (), again.serial))
             return
         if self.base is None or self.base[0] != again.since or self.serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")
@@ -502,7 +501,8 @@ class Worker:
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
-        self._on_update(again.as_update(part), (b"", *(payload or (b"",))), now)
+        update = messages.Update(again.epoch, again.serial, True, (part,))
+        self._on_update(update, (b"", *(payload or (b"",))), now)
 
     # -- the bytes of an update ----------------------------------------------------------------------------------------
 

@@ -48,11 +48,6 @@ class RelaySlots(Carrier):
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
 
-    def renew(self) -> None:
-        """Use a new pool. The old slabs are never written again; each is freed when its last reader is gone."""
-        self.pool.close()
-        self.pool = WeightSlots(SLOTS, MAP_ABOVE)
-
 
 class RelayMachine(Relaying):
     """Passes on the updates that one worker receives, ``upstream``, to the workers of ``downstream``.
@@ -98,14 +93,15 @@ class RelayMachine(Relaying):
                 self._fully_reported = None  # a report was lost
 
     def epoch_began(self, epoch: Epoch) -> None:
-        """Forget the versions of the epoch before; from now on, serve this epoch's. Workers may still read older slabs
-        in shared memory, so these must not be written again."""
+        """Forget the versions of the epoch before; from now on, serve this epoch's."""
         downstream = self._downstream
         downstream.outbox.clear()
         downstream.answers.clear()
         downstream.announcement = None
         if self._slots is not None:
-            self._slots.renew()
+            # Workers may still read the old slabs, so these are never written again.
+            self._slots.pool.close()
+            self._slots.pool = WeightSlots(SLOTS, MAP_ABOVE)
         downstream.leases.close()
         downstream.targets.restart()
         downstream.relayed.restart()
@@ -114,7 +110,6 @@ class RelayMachine(Relaying):
         downstream.membership.begin_epoch(epoch)
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
-        """Serve the versions of this epoch that were kept in a file."""
         self.epoch_began(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
@@ -122,7 +117,7 @@ class RelayMachine(Relaying):
             self._publish(version, slabs, metadata, now)
 
     def update_began(self, update: IncomingUpdate) -> None:
-        """Publish an announced update while its bytes arrive; in slots, when it is complete (:meth:`ended`)."""
+        """Publish an announced update while its bytes arrive; in slots, when it is complete."""
         if any(part.descriptor is not None for part in update.parts):
             logger.warning(
                 "cannot pass on version %d, because it lies in the trainer's memory: give the trainer a "
@@ -159,7 +154,6 @@ class RelayMachine(Relaying):
                 received -= part.nbytes
 
     def bytes_arrived(self, update: IncomingUpdate) -> None:
-        """Send on the bytes that have arrived."""
         if self._replaced is not None and self._slots is None:
             self._note_progress(update)
             self._downstream.stream()
@@ -236,18 +230,18 @@ class RelayMachine(Relaying):
         elif not peer.ready:
             return None  # it has not accepted or refused the layouts yet
         else:
-            failed, error = self._failures(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
             waiting = (dict(peer.staged), dict(peer.taken)) if peer.hello.takes else ()
             about = peer.hello.attempt, peer.slow, dict(peer.held), *waiting
-            now = RelayedWorker(worker, peer.nonce, applied, failed, *_error_fields(error), "", *about)
+            now = RelayedWorker(worker, peer.nonce, applied, *self._failures(peer), "", *about)
         if now == before:
             return None
         self._reported[worker] = now
         return now
 
-    def _failures(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
-        """The version of each model that this worker could not apply, and the last reason."""
+    def _failures(self, peer: Peer) -> tuple[dict[str, int], bool, str, str, str]:
+        """The values of RelayedWorker's ``failed``, the version of each model that this worker could not apply, and of
+        ``mismatch``, ``type_name``, ``message`` and ``traceback``, the last reason."""
         targets, progress = self._downstream.targets, self._downstream.progress
         failed: dict[str, int] = dict(sorted(peer.failed))  # the newest version of each model
         errors = list(peer.failed.values())
@@ -261,18 +255,14 @@ class RelayMachine(Relaying):
         if (rejection := targets.rejection(peer.worker, targets.version, peer.hello.have)) is not None:
             failed |= dict.fromkeys(targets.rejected_models(targets.version) & peer.hello.have.keys(), targets.version)
             errors.append(rejection)
-        return failed, errors[-1] if errors else None
-
-
-def _error_fields(error: Exception | None) -> tuple[bool, str, str, str]:
-    """The values of RelayedWorker's ``mismatch``, ``type_name``, ``message`` and ``traceback``."""
-    if error is None:
-        return False, "", "", ""
-    name, message, traceback = f"{type(error).__module__}.{type(error).__qualname__}", str(error), ""
-    if isinstance(error, RemoteError):
-        name, message, traceback = error.type_name, error.remote_message, error.remote_traceback
-    texts = name[: messages.MAX_NAME], message[:MAX_MESSAGE], traceback[-MAX_TRACEBACK:]
-    return isinstance(error, SchemaMismatch), *texts
+        if not errors:
+            return failed, False, "", "", ""
+        error = errors[-1]
+        name, message, traceback = f"{type(error).__module__}.{type(error).__qualname__}", str(error), ""
+        if isinstance(error, RemoteError):
+            name, message, traceback = error.type_name, error.remote_message, error.remote_traceback
+        texts = name[: messages.MAX_NAME], message[:MAX_MESSAGE], traceback[-MAX_TRACEBACK:]
+        return failed, isinstance(error, SchemaMismatch), *texts
 
 
 def _batches(workers: Iterable[RelayedWorker]) -> Iterator[tuple[RelayedWorker, ...]]:

@@ -84,7 +84,6 @@ class Relay:
     # -- the two links ----------------------------------------------------------------------------------------------
 
     def _on_change(self) -> None:
-        """One of the two state machines may have changed."""
         if self.downstream.closed or self.upstream.closed:
             return
         if self.downstream.machine.outbox:
@@ -110,7 +109,6 @@ class Relay:
                 await self._save()
 
     async def _save(self) -> None:
-        """Write the versions of the newest trainer, unless they are in the file already."""
         held, shown = self.upstream.machine.holdings.updates, self.upstream.shown
         if self.keep is None or shown is self._saved or not held:  # nothing is held after the link was closed
             return

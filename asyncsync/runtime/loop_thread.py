@@ -163,12 +163,8 @@ class Call:
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._task = None
-        if task.cancelled():
-            self.complete(asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
-            self.complete(error)
-        else:
-            self.complete(None, task.result())
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self.complete(error, task.result() if error is None else None)
 
     def complete(self, error: BaseException | None, value: Any = None) -> None:
         """In the loop's thread: store the outcome and wake the caller. Does nothing if the call is done."""

@@ -15,7 +15,7 @@ from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool, pack
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from asyncsync.wire.messages import Instruction
 
 EPOCH = (1000, 1)
@@ -44,7 +44,7 @@ def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) ->
 
 
 def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> Sent:
-    return codec.decode([codec.encode(instruction), *map(bytes, payload)])
+    return messages.decode([messages.encode(instruction), *map(bytes, payload)])
 
 
 class Desk:

@@ -5,6 +5,7 @@ Everything here names private parts, so that a rebuild of what is behind the pub
 
 import asyncio
 import os
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +32,6 @@ from asyncsync.collectors.workers.shared_batches import Batch as Batch
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.keys import UNKNOWN_KEY_SECONDS
-from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
@@ -40,7 +40,7 @@ from asyncsync.transports.shared_memory import Lease, SlotTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import lies_in_slab, pack
 from asyncsync.weights.tree import flatten
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.apis import bare
 from helpers.pairs import until
 
@@ -111,7 +111,7 @@ def pack_half(monkeypatch: pytest.MonkeyPatch, wait: threading.Event) -> None:
 
 def descriptors_left() -> int:
     """How many file descriptors this process may still open."""
-    return free_descriptors()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def no_loop_thread() -> bool:
@@ -173,7 +173,7 @@ def counted(sender: Any) -> Iterator[list[str]]:
     original = broadcast.send
 
     def send(frames: Any) -> None:
-        sent.append(type(codec.decode([bytes(frame) for frame in frames])[0]).__name__)
+        sent.append(type(messages.decode([bytes(frame) for frame in frames])[0]).__name__)
         original(frames)
 
     broadcast.send = send
@@ -183,7 +183,7 @@ def counted(sender: Any) -> Iterator[list[str]]:
 
 def message(kind: str, *fields: Any) -> Any:
     """A message of the protocol, as it travels."""
-    return codec.encode(getattr(messages, kind)(*fields))
+    return messages.encode(getattr(messages, kind)(*fields))
 
 
 @asynccontextmanager
@@ -196,14 +196,14 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], An
         socket.linger = 0
         socket.connect(sender.bus.endpoint)
         await socket.send(message("Hello", worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0}))
-        welcome, _ = codec.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
+        welcome, _ = messages.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
         assert isinstance(welcome, messages.Welcome)
         await socket.send(message("Ready", welcome.epoch, {m: d for m, d in welcome.models.items() if d}))
 
         async def updates() -> int:
             found = 0
             while await socket.poll(0):
-                instruction, _ = codec.decode(await socket.recv_multipart())
+                instruction, _ = messages.decode(await socket.recv_multipart())
                 found += isinstance(instruction, messages.Update)
             return found
 

@@ -24,7 +24,7 @@ from asyncsync.errors import PeerLost, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.relays import Verification
 from asyncsync.weights.slab import Slab, pack
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from asyncsync.wire.messages import encode_metadata
 from helpers.machines import SHAPES, flat
 from helpers.oracle import Oracle, digest_of
@@ -180,7 +180,7 @@ class Simulation(Oracle):
         """A bit flips. Only a checksum can notice."""
         if self.network and self.world.checksum:
             message = self.network[a % len(self.network)]
-            kind = type(codec.decode(message.frames)[0])
+            kind = type(messages.decode(message.frames)[0])
             frames = message.frames[1:] if kind is messages.Cast else message.frames
             is_update = kind in (messages.Update, messages.Cast)
             is_chunk = kind is messages.Chunk and len(message.frames) > 1
@@ -755,7 +755,7 @@ class Simulation(Oracle):
     def _deliver(self, message: Message) -> None:
         connection = message.connection
         try:
-            instruction, payload = codec.decode(message.frames)
+            instruction, payload = messages.decode(message.frames)
             if message.source and message.upward:
                 if connection.trainer.alive:
                     sharer = connection.trainer.sharers[message.source]
@@ -809,9 +809,9 @@ class Simulation(Oracle):
                     continue
                 fanout, last = trainer.machine.fanout, trainer.machine.announcement
                 cast = fanout.merge_into_cast(route, instruction, payload, last)
-                frames = [codec.encode(instruction), *map(bytes, payload)]
+                frames = [messages.encode(instruction), *map(bytes, payload)]
                 if cast is not None or route == ALL_SUBSCRIBERS:
-                    frames = frames if cast is None else [codec.encode(cast), *frames]
+                    frames = frames if cast is None else [messages.encode(cast), *frames]
                     hearing = [w.hears for w in self.workers if w.hears is not None and w.hears.trainer is trainer]
                     self.network += [Message(hears, False, frames) for hears in hearing]
                     self.broadcast += len(hearing)
@@ -830,7 +830,7 @@ class Simulation(Oracle):
                 if not connection.open:
                     sharer.disconnected(route)
                 elif trainer.alive:
-                    frames = [codec.encode(instruction), *map(bytes, payload)]
+                    frames = [messages.encode(instruction), *map(bytes, payload)]
                     self.network.append(Message(connection, False, frames, source))
 
     def _settle_workers(self) -> None:
@@ -869,11 +869,11 @@ class Simulation(Oracle):
         while outbox:
             instruction = outbox.popleft()
             if worker.alive and worker.connection is not None:
-                self.network.append(Message(worker.connection, True, [codec.encode(instruction)]))
+                self.network.append(Message(worker.connection, True, [messages.encode(instruction)]))
         while worker.machine.pulls:
             source, pull = worker.machine.pulls.popleft()
             if worker.alive and worker.connection is not None:
-                self.network.append(Message(worker.connection, True, [codec.encode(pull)], source))
+                self.network.append(Message(worker.connection, True, [messages.encode(pull)], source))
 
     def _begin(self, worker: WorkerProcess) -> bool:
         if worker.running is not None or worker.taken is not None or not worker.machine.staged or not worker.alive:

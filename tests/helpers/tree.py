@@ -18,7 +18,7 @@ from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.worker import Worker
 from asyncsync.relay.machine import RelayMachine
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.wire import codec
+from asyncsync.wire import messages
 from asyncsync.wire.messages import FIRST_GUEST, Buffer, Instruction
 from helpers.machines import SMALL, layout, nonce, slab_of
 from helpers.machines import flat as flat
@@ -244,7 +244,7 @@ class Tree:
         up: bool,
     ) -> None:
         if receiver is not None and not (self.loss and self.random.random() < self.loss):
-            self.network.append((sender, receiver, route, [codec.encode(instruction), *map(bytes, payload)], up))
+            self.network.append((sender, receiver, route, [messages.encode(instruction), *map(bytes, payload)], up))
 
     def flow(self, most: int = 10_000_000) -> None:
         """Messages arrive, in order, and what they cause."""
@@ -271,7 +271,7 @@ class Tree:
                 self.waiting.append(message)
                 continue
             self.delivered += 1
-            instruction, payload = codec.decode(frames)
+            instruction, payload = messages.decode(frames)
             try:
                 if up:
                     receiver.trainer.receive(route, instruction, payload, self.now)

@@ -416,7 +416,7 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
         before, port = len(os.listdir("/proc/self/fd")), link.broadcast.port
         for removed, name in enumerate(names, 1):
             (site.keys / "clients" / f"{name}.key").unlink()
-            await until(lambda n=removed: link.admission.removed == n and link._keys_removed == n)
+            await until(lambda n=removed: link.admission.listed.removed == n and link._keys_removed == n)
             await until(lambda: link.broadcast is not None)  # the blocking API's loop has a thread of its own
         assert link.broadcast.port != port
         await until(lambda: len(link.machine.fanout.subscribed) == 1)

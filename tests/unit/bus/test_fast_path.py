@@ -11,7 +11,7 @@ import asyncsync.bus.publishing as fast_path
 import asyncsync.model.update
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.weights.slab import SourceCache
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.apis import Api, bare
 from helpers.machines import Desk, flat
 from helpers.pairs import Clock, Crew, fill, held
@@ -108,13 +108,13 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
         receive = link.side_channel.receive
         link.side_channel.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
         await send(everybody, 10)
-        again, _ = codec.decode([packets[-1][1:]])
+        again, _ = messages.decode([packets[-1][1:]])
         assert isinstance(again, messages.Again)
         assert again.descriptor is not None
 
         def packet(**changes: Any) -> memoryview:
             fields = {name: getattr(again, name) for name in ("epoch", "serial", "since", "version", "descriptor")}
-            return memoryview(b"\0" + codec.encode(messages.Again(**{**fields, **changes})))
+            return memoryview(b"\0" + messages.encode(messages.Again(**{**fields, **changes})))
 
         serial, since = again.serial + 1, again.serial
         wrong = [
@@ -178,14 +178,14 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
         take_in = link._receive_on_general_path
         interruptible(link)
 
-        def taking_in(*message: Any) -> None:
+        def taking_in(*message: Any, **way: bool) -> None:
             if not read_by_thread:
                 if changed:
                     model.last.data = model.last.data.clone()
                 reader = threading.Thread(target=lambda: read_by_thread.append(model()))
                 reader.start()
                 reader.join()
-            take_in(*message)
+            take_in(*message, **way)
 
         link._receive_on_general_path = taking_in
         interrupt_copying(monkeypatch, after=2)

@@ -16,8 +16,7 @@ from asyncsync.bus.status import ANSWERS_PER_SECOND, FRESH_SECONDS, Reporter
 from asyncsync.commands.top import Asker
 from asyncsync.errors import ProtocolError
 from asyncsync.wire import messages
-from asyncsync.wire.codec import MAX_HEADER, decode, encode
-from asyncsync.wire.messages import MAX_NAME, MAX_REPORTED, Inquiry, Report
+from asyncsync.wire.messages import MAX_HEADER, MAX_NAME, MAX_REPORTED, Inquiry, Report, decode, encode
 from helpers.apis import ASYNCIO, Api
 from helpers.machines import Desk, Station, nonce
 from helpers.pairs import Model, connected, until

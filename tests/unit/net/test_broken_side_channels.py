@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncsync.net.side_channel import MAX_PACKET, SideChannel
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.processes import Schemes, Start, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,16 +103,16 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x02\xff\xff\xff\xff",
         b"\x00" + b"\xc1" * 50,
         bytes(MAX_PACKET + 1),
-        b"\x00" + codec.encode(messages.Applied(epoch, {"policy": 1 << 40})),
-        b"\x00" + codec.encode(messages.Applied((1, 1), {})),
-        b"\x00" + codec.encode(messages.Bye(epoch, bytes(16), "closed", "")),
+        b"\x00" + messages.encode(messages.Applied(epoch, {"policy": 1 << 40})),
+        b"\x00" + messages.encode(messages.Applied((1, 1), {})),
+        b"\x00" + messages.encode(messages.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
         (receivers[0].bus._link.side_channel, sender.bus),
         (side_channels(sender).of[receivers[0].bus._link.machine.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
-            one.write([packet])
+            one._socket.send(packet)
         await eventually(lambda bus=bus: sum(bus.dropped.values()) == len(packets), why=lambda bus=bus: bus.dropped)
         await all_well(sender, receivers)
         assert one.open
@@ -154,7 +154,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(sche
     nonce = sender.bus._link.end_fast_path().peers[1].nonce
     one = side_channels(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
-    while one.write([bytes(30_000)]):
+    while one.send([bytes(30_000)]):
         pass
     version = await sender.publish(sender.model.fill(50))
     await sender.wait_version(version, worker_ids=[0])

@@ -25,7 +25,7 @@ from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
 from asyncsync.net.zmq_socket import LoopSocket, router
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.processes import Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.requirement(202)]
@@ -95,7 +95,7 @@ def _go_off() -> None:
 def malformed() -> list[list[bytes]]:
     """Messages that no correct worker sends; more kinds of them: tests/unit/wire/test_wire.py."""
     pack = msgpack.packb
-    good = codec.encode(hello())
+    good = messages.encode(hello())
     fields = msgpack.unpackb(good)
     rng = random.Random(0)
     found: list[list[bytes]] = [[good[:n]] for n in range(len(good))]
@@ -107,13 +107,13 @@ def malformed() -> list[list[bytes]]:
             found.append([bytes(mutated) + b"\xc1"])  # no byte of msgpack's: malformed whatever the bit did
     found += [
         [pickle.dumps(Bomb())],
-        [codec.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
+        [messages.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
         [pickle.dumps({"w": torch.zeros(3)})],
         [b"\xc1\xff" + bytes(40)],  # a fixed form of no kind
         [b"", b""],
-        [pack([codec.PROTOCOL + 1, *fields[1:]])],
+        [pack([messages.PROTOCOL + 1, *fields[1:]])],
         [pack([*fields, 0])],
-        [pack([codec.PROTOCOL, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
+        [pack([messages.PROTOCOL, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
         [good, b"a payload that HELLO has not"],
         [good] * 3000,  # frames
         [b"\x91" * 900],  # nested
@@ -121,9 +121,9 @@ def malformed() -> list[list[bytes]]:
         [b"\xdd\xff\xff\xff\xff"],  # a list of four thousand million elements
         [b"\xc9\x00\x00\x00\x10\x05" + bytes(16)],  # ext
         [bytes(2 << 20)],  # longer than a header may be
-        [pack([codec.PROTOCOL, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
-        [pack([codec.PROTOCOL, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
-        [codec.encode(messages.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
+        [pack([messages.PROTOCOL, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
+        [pack([messages.PROTOCOL, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
+        [messages.encode(messages.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
     ]
     return found
 
@@ -145,7 +145,7 @@ def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instructi
             messages.Ping(e, 1 << 63),
             messages.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
             messages.Bye(e, NONCE, "closed", "adieu"),
-            messages.Applied.short_form(e, 1),
+            messages.Applied(e, {}, 1, (), 1),
             messages.Digests(e, 1, 10**6, NONCE, 1, 0, 1, digest),
         ]
     return instructions
@@ -161,11 +161,11 @@ async def test_garbage_from_strangers_is_counted_and_disturbs_nobody(
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
     wrong = malformed()
     strangers = [
-        [codec.encode(i)] for i in out_of_place(sender.bus._link.end_fast_path().membership.epoch, sender.version)
+        [messages.encode(i)] for i in out_of_place(sender.bus._link.end_fast_path().membership.epoch, sender.version)
     ]
     part = messages.Part("policy", 1, NONCE, 4)  # what only a trainer sends
-    strangers += [[codec.encode(messages.Update(EPOCH, 1, True, (part,))), b"", b"abcd"]]
-    strangers += [[codec.encode(messages.Again(EPOCH, 2, 1, 2, None)), b"abcd"]]
+    strangers += [[messages.encode(messages.Update(EPOCH, 1, True, (part,))), b"", b"abcd"]]
+    strangers += [[messages.encode(messages.Again(EPOCH, 2, 1, 2, None)), b"abcd"]]
     async with being_served(sender, receivers):
         with raw_dealer(endpoint) as dealer:
             for message in [*wrong, *strangers, *wrong]:
@@ -194,19 +194,19 @@ async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_onl
     epoch = sender.bus._link.end_fast_path().membership.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
-            dealer.send(codec.encode(hello(7)))
+            dealer.send(messages.encode(hello(7)))
             await eventually(lambda: 7 in sender.status())
             for _ in range(5):
                 for instruction in out_of_place(epoch, sender.version):
-                    dealer.send(codec.encode(instruction))
+                    dealer.send(messages.encode(instruction))
                     await asyncio.sleep(0)
                 for start in (0, 5, 1 << 40):  # wants everything at once, from wherever
-                    dealer.send(codec.encode(messages.Fetch(epoch, 1, 2, start, 1 << 60)))
+                    dealer.send(messages.encode(messages.Fetch(epoch, 1, 2, start, 1 << 60)))
             await eventually(lambda: sum(sender.bus.dropped.values()) >= 5 * 20)
             await eventually(lambda: sender.status()[7].state == "lost")  # its BYE
             assert sender.status()[7].reason
             # It may not claim to have applied what was never published, not even in HELLO.
-            dealer.send(codec.encode(hello(8, epoch=epoch, have={"policy": 10**12})))
+            dealer.send(messages.encode(hello(8, epoch=epoch, have={"policy": 10**12})))
             dropped = sum(sender.bus.dropped.values())
             await eventually(lambda: sum(sender.bus.dropped.values()) > dropped)
             assert 8 not in sender.status()
@@ -222,11 +222,11 @@ async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: 
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.rcvhwm = 1
-            dealer.send(codec.encode(hello(7)))
-            dealer.send(codec.encode(messages.Ready(epoch, {"policy": layout.digest})))
+            dealer.send(messages.encode(hello(7)))
+            dealer.send(messages.encode(messages.Ready(epoch, {"policy": layout.digest})))
             await eventually(lambda: sender.status().get(7) and sender.status()[7].version == 0)
             for serial in range(1, 400):
-                dealer.send(codec.encode(messages.Fetch(epoch, serial, serial, 0, 1 << 60)))
+                dealer.send(messages.encode(messages.Fetch(epoch, serial, serial, 0, 1 << 60)))
                 if serial % 20 == 0:
                     await asyncio.sleep(0.002)
             version = sender.version
@@ -249,16 +249,16 @@ async def test_an_epoch_that_cannot_be_is_malformed_and_the_highest_leaves_room_
     link = sender.bus._link
     with raw_dealer(sender.bus.endpoint) as dealer:
         for count, absurd in enumerate([(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1)], 1):
-            fields = msgpack.unpackb(codec.encode(hello(0)))
+            fields = msgpack.unpackb(messages.encode(hello(0)))
             fields[-2] = absurd
             dealer.send(msgpack.packb(fields))
             await eventually(
                 lambda n=count: sum(sender.bus.dropped.values()) == n, why=lambda: link.end_fast_path().membership.epoch
             )
         if not started:
-            dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 2, 0))))
+            dealer.send(messages.encode(hello(0, epoch=((1 << 63) - 2, 0))))
             await eventually(lambda: link.end_fast_path().membership.epoch[0] == (1 << 63) - 1)
-            dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
+            dealer.send(messages.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
             await eventually(
                 lambda: sum(sender.bus.dropped.values()) == 3, why=lambda: link.end_fast_path().membership.epoch
             )
@@ -305,8 +305,8 @@ async def test_a_flood_of_connections_that_do_not_speak_zmtp_disturbs_nobody(end
         GREETING + b"\x04\xff" + bytes(255),
         GREETING.replace(b"NULL", b"EVIL"),
         spoken + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
-        spoken + b"\x02" + struct.pack(">Q", codec.MAX_FRAME + 1) + bytes(1000),
-        spoken + b"\x03" + struct.pack(">Q", codec.MAX_FRAME) + bytes(1000),  # … and never the rest
+        spoken + b"\x02" + struct.pack(">Q", messages.MAX_FRAME + 1) + bytes(1000),
+        spoken + b"\x03" + struct.pack(">Q", messages.MAX_FRAME) + bytes(1000),  # … and never the rest
         spoken + b"\x01\x00" * 100_000,  # frames without end
         *(rng.randbytes(rng.randrange(1, 1000)) for _ in range(20)),
     ]
@@ -353,7 +353,7 @@ class FakeTrainer:
 
     def _receive(self, frames: list[Any]) -> None:
         self.route = frames[0].bytes
-        self.heard.append(codec.decode([f.bytes for f in frames[1:]])[0])
+        self.heard.append(messages.decode([f.bytes for f in frames[1:]])[0])
 
     def last(self, kind: type) -> Any:
         return next((i for i in reversed(self.heard) if isinstance(i, kind)), None)
@@ -363,7 +363,7 @@ class FakeTrainer:
         return self.last(kind)
 
     def say(self, instruction: messages.Instruction | bytes, *payload: bytes) -> None:
-        header = instruction if isinstance(instruction, bytes) else codec.encode(instruction)
+        header = instruction if isinstance(instruction, bytes) else messages.encode(instruction)
         assert self.socket.send([self.route, header, *payload]) == 0
 
     async def close(self) -> None:
@@ -445,7 +445,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
     def welcome(**changes: Any) -> messages.Welcome:
         return replace(welcome_of(fake.last(messages.Hello), layout), **changes)
 
-    await all_dropped(*((m[0], *m[1:]) for m in malformed() if len(m) < 2000 and m != [codec.encode(welcome())]))
+    await all_dropped(*((m[0], *m[1:]) for m in malformed() if len(m) < 2000 and m != [messages.encode(welcome())]))
     await all_dropped(
         (messages.Bye(EPOCH, NONCE, "superseded", "for somebody else"),),
         (
@@ -482,7 +482,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Update(EPOCH, 1, False, (part,)), bytes(30 << 20)),  # values
         (messages.Again(EPOCH, 2, 1, 2, None), bytes(nbytes)),  # of an update that has not come
         (messages.Again(EPOCH, 2, 1, 2, b"/proc/1/mem"),),
-        (messages.Applied.short_form(EPOCH, 1),),
+        (messages.Applied(EPOCH, {}, 1, (), 1),),
         (messages.Ready(EPOCH, {}),),
         (messages.Pong(EPOCH, 10**6, {"policy": 3}, {}, 0),),
     )

@@ -28,7 +28,7 @@ from asyncsync.net.endpoint import address_towards, own_address, tcp_endpoint
 from asyncsync.net.keys import Admission, Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
 from asyncsync.runtime import loop_thread
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.pairs import Clock, Model, crew, fill, passed_on, receiver_of, until
 
 
@@ -239,7 +239,7 @@ async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_noth
     async with board() as everybody:
         sender = everybody.sender
         async with stranger(introductions_of(sender)(0), **changes) as socket:
-            socket.send(codec.encode(HELLO), zmq.NOBLOCK)
+            socket.send(messages.encode(HELLO), zmq.NOBLOCK)
             if "not listed" in what:
                 refused = introductions_of(sender).admission.refused
                 await until(lambda: refused[what] > 0)
@@ -255,10 +255,10 @@ async def test_a_key_is_good_for_its_own_worker_only() -> None:
         sender = everybody.sender
         link = sender.bus.trainer_link()
         async with stranger(introductions_of(sender)(1)) as socket:
-            socket.send(codec.encode(HELLO))
+            socket.send(messages.encode(HELLO))
             await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
             await until(lambda: socket.poll(0) > 0)
-            answer, _ = codec.decode(socket.recv_multipart())
+            answer, _ = messages.decode(socket.recv_multipart())
             assert isinstance(answer, messages.Bye), "and it is told why"
             assert answer.reason == "refused"
             assert not socket.poll(100)

@@ -19,7 +19,7 @@ import zmq.asyncio
 import asyncsync
 from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.wire import codec
+from asyncsync.wire import messages
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import fill, until
@@ -37,7 +37,7 @@ async def stranger(endpoint: str) -> AsyncIterator[Any]:
 async def test_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
-            await socket.send(bytes(codec.MAX_FRAME + 1), copy=False)
+            await socket.send(bytes(messages.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 
@@ -54,7 +54,7 @@ async def test_garbage_of_many_kinds_fills_neither_memory_nor_log(api: Api, capl
             assert len(record.getMessage()) < 1000
             assert len(everybody.sender.bus.dropped) == 1, "the first of its kind is logged, the others are counted"
             for number in range(400):
-                await socket.send(msgpack.packb([codec.PROTOCOL, 1000 + number]))
+                await socket.send(msgpack.packb([messages.PROTOCOL, 1000 + number]))
             await until(lambda: sum(everybody.sender.bus.dropped.values()) == 403)
         assert len(everybody.sender.bus.dropped) <= 101
         assert len(caplog.records) <= 120

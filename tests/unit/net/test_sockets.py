@@ -18,7 +18,7 @@ from helpers.pairs import until
 @pytest.mark.requirement(203)
 async def test_a_server_socket_whose_handler_is_gone_lets_nobody_in() -> None:
     """libzmq's default would be to let in everybody who knows the server's key."""
-    server, client = Certificate.draw(), Certificate.draw()
+    server, client, errors = Certificate.draw(), Certificate.draw(), list[BaseException]()
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as one,
@@ -26,7 +26,9 @@ async def test_a_server_socket_whose_handler_is_gone_lets_nobody_in() -> None:
         far.socket(zmq.DEALER) as two,
     ):
         one.linger = two.linger = 0
-        server.configure_server(one)
+        admission = Admission(context, server, errors.append)
+        admission.protect(one)
+        admission.close()
         port = one.bind_to_random_port("tcp://127.0.0.1")
         client.configure_client(two, server.public)
         two.connect(f"tcp://127.0.0.1:{port}")
@@ -56,7 +58,7 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     try:
         connection.subscribe(broadcast.port)
         await until(lambda: admission.refused["a key that is not listed"] >= 1)
-        admission.issue(own.public, 0)
+        admission.issued[own.public] = own
         await until(lambda: there == {b"n" * 16})
         broadcast.send([b"to all"])
         await until(lambda: received == [b"to all"])

@@ -9,7 +9,7 @@ import torch
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import ALL_SUBSCRIBERS
 from asyncsync.protocol.settings import Settings
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from asyncsync.wire.messages import NONCE_SUFFIX_BYTES
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce
 
@@ -200,7 +200,7 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     station.take()
     layout = station.machine.holdings.updates["policy"][2].layout
     update = messages.Update(EPOCH, 2, False, (messages.Part("policy", 2, layout.digest, layout.nbytes),))
-    station.receive(messages.Cast(EPOCH, since, excluded, pushed), [codec.encode(update), b""])
+    station.receive(messages.Cast(EPOCH, since, excluded, pushed), [messages.encode(update), b""])
     return station
 
 
@@ -216,9 +216,9 @@ def test_a_worker_takes_what_is_sent_to_all_if_it_is_meant_and_has_had_what_was_
     "frames",
     [
         [b"no header"],
-        [codec.encode(messages.Ping(EPOCH, 1))],
-        [codec.encode(messages.Cast(EPOCH, 1, b"", False)), b""],
-        [codec.encode(messages.Again((9, 9), 2, 1, 2, b"slot"))],
+        [messages.encode(messages.Ping(EPOCH, 1))],
+        [messages.encode(messages.Cast(EPOCH, 1, b"", False)), b""],
+        [messages.encode(messages.Again((9, 9), 2, 1, 2, b"slot"))],
     ],
     ids=["rubbish", "another instruction", "itself", "another epoch"],
 )

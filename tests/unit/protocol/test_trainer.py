@@ -12,7 +12,7 @@ import torch
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.trainer import Trainer
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 from helpers.oracle import targets_of
 
@@ -914,7 +914,7 @@ def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: 
     desk.now = 1.0
     payload = [b""] if isinstance(instruction, messages.Update) else []
     with pytest.raises(ProtocolError):
-        desk.machine.receive(route, *codec.decode([codec.encode(instruction), *payload]), desk.now)
+        desk.machine.receive(route, *messages.decode([messages.encode(instruction), *payload]), desk.now)
     assert state(desk.machine) == before
     assert not desk.take()
 
@@ -1185,7 +1185,7 @@ def test_the_machine_goes_on_where_the_fast_path_has_stopped(desk: Desk) -> None
     assert (update.serial, update.parts[0].version) == (desk.machine.serial, version)
     assert desk.machine.peers[1].serial == update.serial
     for worker in (0, 1):
-        desk.receive(worker, messages.Applied.short_form(EPOCH, update.serial))
+        desk.receive(worker, messages.Applied(EPOCH, {}, update.serial, (), update.serial))
     assert desk.machine.progress.of(version, [0, 1]).acked == {0: version, 1: version}
     assert len(desk.pool.used) == 1
 
@@ -1223,13 +1223,13 @@ def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
     (first, _) = desk.take()
     assert isinstance(first, messages.Update)
     for _ in range(2):
-        desk.receive(0, messages.Applied.short_form(EPOCH, first.serial))
+        desk.receive(0, messages.Applied(EPOCH, {}, first.serial, (), first.serial))
     assert desk.machine.peers[0].applied == {"policy": 2}
     assert [type(i) for i in desk.take()] == [messages.Update]
-    desk.receive(0, messages.Applied.short_form(EPOCH, 99))
+    desk.receive(0, messages.Applied(EPOCH, {}, 99, (), 99))
     assert desk.machine.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
-        desk.receive(0, messages.Applied.short_form((1, 1), first.serial))
+        desk.receive(0, messages.Applied((1, 1), {}, first.serial, (), first.serial))
 
 
 def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: Desk) -> None:

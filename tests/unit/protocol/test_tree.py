@@ -17,7 +17,7 @@ from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay.process import Relay
 from asyncsync.weights.slab import pack
-from asyncsync.wire import codec, messages
+from asyncsync.wire import messages
 from asyncsync.wire.messages import Relayed
 from helpers.machines import EPOCH, Desk, Station, nonce
 from helpers.pairs import Model, read
@@ -61,7 +61,7 @@ def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
     order = []
     while tree.network:
         _, receiver, _, frames, _ = tree.network[0]
-        instruction, _ = codec.decode(frames)
+        instruction, _ = messages.decode(frames)
         if isinstance(instruction, messages.Chunk):
             order.append((receiver.name, instruction.offset))
         tree.flow(1)

@@ -118,7 +118,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.update_now(1, {"": (3, 30)})
     assert station.content() == {30}
     assert station.machine.holdings.version("policy") == 3
-    assert station.take(messages.Applied) == [messages.Applied.short_form(EPOCH, 1)]
+    assert station.take(messages.Applied) == [messages.Applied(EPOCH, {}, 1, (), 1)]
     station.update(2, {"": (4, 40)})
     station.take()
     station.apply()
@@ -982,7 +982,7 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
     repeat(station, 4, 6, 6)  # replaces what still waits
     station.apply()
     assert station.content() == {6}
-    assert station.take() == [messages.Applied.short_form(EPOCH, 4)]
+    assert station.take() == [messages.Applied(EPOCH, {}, 4, (), 4)]
     for serial, version in ((7, 9), (8, 10)):
         repeat(station, serial, version, version, since={7: 4, 8: 7}[serial])
         assert station.take() == [messages.Staged(EPOCH, serial, serial)]
@@ -992,7 +992,7 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
         assert station.take() == [messages.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
     repeat(station, 9, 11, 11)
     station.apply()
-    assert station.take() == [messages.Applied.short_form(EPOCH, 9)], "instead of STAGED"
+    assert station.take() == [messages.Applied(EPOCH, {}, 9, (), 9)], "instead of STAGED"
     assert station.machine.targets == {"policy": 11}
 
 
@@ -1013,7 +1013,7 @@ def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None
             # A slab that is read where it is stays in use until the next one is applied.
             kept = (("policy", before + version),)
             shown = messages.Applied(EPOCH, {"policy": before + version}, serial + version, kept)
-            assert said == (shown if mapped else messages.Applied.short_form(EPOCH, serial + version))
+            assert said == (shown if mapped else messages.Applied(EPOCH, {}, serial + version, (), serial + version))
 
 
 def test_an_again_without_its_update_is_dropped(station: Station) -> None:
@@ -1063,7 +1063,7 @@ def test_an_again_that_is_too_short_or_comes_twice_or_late_changes_nothing(stati
     for _ in range(2):
         repeat(station, 2, 2, 99)
         assert not station.machine.staged
-        assert station.take() == [messages.Applied.short_form(EPOCH, 2)], (
+        assert station.take() == [messages.Applied(EPOCH, {}, 2, (), 2)], (
             "an interrupt may have swallowed the first answer"
         )
     assert station.content() == {20}

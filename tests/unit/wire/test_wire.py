@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.wire import codec
-from asyncsync.wire.codec import MAX_FRAMES, MAX_HEADER, decode, encode
+from asyncsync.wire import messages
 from asyncsync.wire.messages import (
     APPLY,
     COMMIT,
     INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
+    MAX_FRAMES,
+    MAX_HEADER,
     MAX_IN_USE,
     MAX_METADATA,
     MAX_MODELS,
@@ -52,6 +53,8 @@ from asyncsync.wire.messages import (
     Verify,
     Welcome,
     WorkerReport,
+    decode,
+    encode,
     encode_metadata,
 )
 
@@ -120,6 +123,10 @@ def agains(draw: st.DrawFn) -> tuple[Again, list[bytes]]:
     return Again(draw(epochs), serial, since, draw(positive), descriptor), payload
 
 
+def short_applied(epoch: tuple[int, int], serial: int) -> Applied:
+    return Applied(epoch, {}, serial, (), serial)
+
+
 def alone(instructions: st.SearchStrategy[Instruction]) -> st.SearchStrategy[tuple[Instruction, list[bytes]]]:
     return instructions.map(lambda instruction: (instruction, []))
 
@@ -153,7 +160,7 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     ),
     Chunk: chunks(),
     Staged: alone(st.builds(Staged, epochs, positive, u64, kept)),
-    Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.short_form, epochs, positive)),
+    Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(short_applied, epochs, positive)),
     Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts, u64, kept)),
     Ping: alone(st.builds(Ping, epochs, u64, u64)),
     Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64, st.booleans(), versions)),
@@ -261,7 +268,7 @@ frames = st.lists(st.binary(max_size=100), max_size=4)
     frames
     | anything.map(lambda value: [msgpack.packb(value)])
     | st.builds(
-        lambda kind, values, payload: [msgpack.packb([codec.PROTOCOL, kind, *values]), *payload],
+        lambda kind, values, payload: [msgpack.packb([messages.PROTOCOL, kind, *values]), *payload],
         st.sampled_from(sorted(INSTRUCTIONS)),
         st.lists(anything, max_size=9),
         frames,
@@ -402,13 +409,13 @@ def test_an_instruction_of_fixed_form_is_known_by_its_kind_and_as_long_as_it_sho
     for kind in set(range(256)) - {Again.kind}:
         refused(bytes([0xC1, kind]) + header[2:])
     for kind in (Again.kind, Applied.kind):
-        refused(msgpack.packb([codec.PROTOCOL, kind, [1, 2], 6]))
-    applied = encode(Applied.short_form((1, 2), 6))
+        refused(msgpack.packb([messages.PROTOCOL, kind, [1, 2], 6]))
+    applied = encode(short_applied((1, 2), 6))
     refused(applied, b"payload")
     refused(applied[:-1])
     refused(applied + b"x")
-    refused(codec.encode_applied((1, 2), 0))
-    refused(codec.encode_applied((1 << 63, 0), 6))
+    refused(messages.encode_applied((1, 2), 0))
+    refused(messages.encode_applied((1 << 63, 0), 6))
 
 
 def test_a_message_needs_a_known_protocol_and_kind() -> None:
@@ -470,7 +477,7 @@ def test_frames_and_bytes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     ping = encode(EXAMPLES[Ping][0])
     assert isinstance(refused(*[ping] * (MAX_FRAMES + 1)), LimitExceeded)
     assert isinstance(refused(bytes(MAX_HEADER + 1)), LimitExceeded)
-    monkeypatch.setattr(codec, "MAX_FRAME", 100)
+    monkeypatch.setattr(messages, "MAX_FRAME", 100)
     welcome, _ = EXAMPLES[Welcome]
     assert isinstance(refused(encode(welcome), bytes(101)), LimitExceeded)
 
