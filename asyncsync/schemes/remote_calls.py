@@ -344,7 +344,7 @@ class RPCCore(RemoteCallCore):
         link.act_on_changes()
         if initial is not None:
             deadline = loop.time() + timeout
-            await link.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
+            await link.publish({self.topic: initial}, {self.topic: self.carrier}, None, deadline=deadline)
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:

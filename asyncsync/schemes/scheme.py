@@ -140,7 +140,7 @@ class Scheme(ABC):
         self._handles: list[Handle] = []  # receiver: the gate's hooks in the model
         self._transport_options: Mapping[str, Any] = {}  # receiver: keywords for create_transport()
         self.reconnects = False
-        self._carrier: Carrier | None = None  # the transport, in the form that the bus uses
+        self.carrier: Any = None  # the Carrier: the transport, in the form that the bus uses; None until there is one
         self.is_registered = False  # sender: connect() has succeeded; receiver: its bus announces this model
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # sender: where it answers workers that ask for its address
@@ -226,28 +226,28 @@ class Scheme(ABC):
     def sender_transports(self) -> dict[int, Any]:
         """``{worker_idx: transport}``; empty on a receiver. All workers have the same object, unless it is a user's own
         blocking transport."""
-        if self.role != "sender" or self._carrier is None:
+        if self.role != "sender" or self.carrier is None:
             return {}
         link = self._bus.link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, TrainerLink):
             workers = self._bus.read_link(lambda: link.machine.membership.expected())
-        if isinstance(self._carrier, ChannelSender):
-            channels = self._carrier.channels
+        if isinstance(self.carrier, ChannelSender):
+            channels = self.carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
-        return dict.fromkeys(workers, self._carrier)
+        return dict.fromkeys(workers, self.carrier)
 
     @property
     def receiver_transport(self) -> Any:
         """The receiver's transport; None on a sender, and until ``connect`` if ``init_on_receiver`` had no index."""
         if self.role != "receiver":
             return None
-        return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
+        return self.carrier.channel if isinstance(self.carrier, ChannelReceiver) else self.carrier
 
     @property
     def shared_transport(self) -> Any:
         """The transport that serves all workers; None on a receiver, and where each worker has its own transport."""
-        return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
+        return None if self.role != "sender" or isinstance(self.carrier, ChannelSender) else self.carrier
 
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
@@ -319,7 +319,7 @@ class Scheme(ABC):
     def _check_can_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
         self._check_returns_weights()
-        if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
+        if timeout is not None and self.carrier is not None and not self.carrier.supports_timeout:
             raise ValueError("this transport has no timeouts (supports_timeout is False): call receive() without one")
         self._check_open()
 
@@ -426,9 +426,9 @@ class Scheme(ABC):
         self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local_names})
         self._meeting_waits, self._handles = {}, []
         if role == "sender":
-            self._carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
+            self.carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
         elif self._worker_idx is not None:
-            self._carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
+            self.carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
         if self._bus.link is None:  # replace an earlier conversion of the same scheme
             self._bus.schemes.pop(self.topic, None)
         self._bus.join(self, role, self.topic)
@@ -483,7 +483,7 @@ class Scheme(ABC):
         self._reset()
         self.role, self.pid = "sender", os.getpid()
         self.topic, self._context = model_id or "", context
-        self._devices, self.sources, self._carrier = chosen, sources, transport
+        self._devices, self.sources, self.carrier = chosen, sources, transport
 
     @checked()
     def init_on_receiver(
@@ -601,7 +601,7 @@ class Scheme(ABC):
         self.reconnects = reconnect
         self.role, self.pid = "receiver", os.getpid()
         self.topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self.binding, self._make_binding, self._carrier = binding, make_binding, transport
+        self.binding, self._make_binding, self.carrier = binding, make_binding, transport
         self._gated, self._has_hooks, self._is_manual = gated, has_hooks, apply == "on_receive"
         self.takes, self._is_anonymous = apply == "on_take", anonymous
         self._transport_options = kwargs
@@ -681,15 +681,15 @@ class Scheme(ABC):
             return
         assert self.binding is not None
         self._worker_idx = worker = self._resolve_worker_idx(worker_idx)
-        if self._carrier is None:
-            self._carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
+        if self.carrier is None:
+            self.carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
         self._attach_gate(link)
         link.register(
-            self.topic, self.binding, self._carrier, manual=self._is_manual, takes=self.takes, context=self._context
+            self.topic, self.binding, self.carrier, manual=self._is_manual, takes=self.takes, context=self._context
         )
-        self._carrier.start_channel(worker)
+        self.carrier.start_channel(worker)
         self.is_registered = True
 
     def _resolve_worker_idx(self, worker_idx: int | None) -> int:
@@ -710,15 +710,14 @@ class Scheme(ABC):
         start = asyncio.get_running_loop().time()
         await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
-        transport = self.carrier()
-        transport.start_channel(None)
-        await transport.channel_ready(timeout)
+        self.carrier.start_channel(None)
+        await self.carrier.channel_ready(timeout)
         version = None
         if initial is not None:
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publish(
-                    {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
+                    {self.topic: initial}, {self.topic: self.carrier}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
@@ -734,19 +733,15 @@ class Scheme(ABC):
         self.register_receiver(worker_idx)
         link = self._bus.worker_link()
         await link.wait_connected(self.topic, timeout, deadline)
-        await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
+        await self.carrier.channel_ready(max(0.0, deadline - link.loop.time()))
         if not self._has_connected:  # the initial weights count as returned, later updates do not
             self._has_connected, self.last_returned = True, link.mark(self.topic)
-
-    def carrier(self) -> Carrier:
-        assert self._carrier is not None
-        return self._carrier
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def extract_at_once(self, weights: Any) -> FlatWeights | None:
-        # The result of extract_source for all workers, without awaiting, if the source is a plain module (or was
-        # extracted already); else None.
+        # The current values of the selected weights, if the source is a plain module (or was extracted already), so
+        # that nothing is to be awaited; else None.
         if isinstance(weights, Extracted):
             return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
@@ -759,7 +754,7 @@ class Scheme(ABC):
         return self.selection.chosen_weights(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        # Read the current values of the selected weights of the source. Runs in the caller's thread.
+        # The same for any source, which may have other values for each worker. Runs in the caller's thread.
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
         count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.chosen_weights
         found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
@@ -861,8 +856,8 @@ class Scheme(ABC):
             call_soon(loop, partial(self._end_wait, limit))
         if self._place is not None:
             await self._place.close()
-        if self._carrier is not None:
-            await self._carrier.close_within(timeout)
+        if self.carrier is not None:
+            await self.carrier.close_within(timeout)
 
 
 def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any) -> Binding:
