@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -709,12 +709,7 @@ class GatedMethod:
                 del attributes[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ungated_method, (self._model, self._name)  # copy.deepcopy uses this, too
-
-
-def _ungated_method(model: object, name: str) -> Any:
-    """The method of a copied or unpickled object."""
-    return MethodType(getattr(type(model), name), model)
+        return getattr, (self._model, self._name)  # the class's method of the copy; copy.deepcopy uses this, too
 
 
 def check_methods(model: object, names: Iterable[str]) -> None:

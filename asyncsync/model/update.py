@@ -76,10 +76,12 @@ class ModelUpdate(Prepared):
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
-        plan.check_values(sources)
-        if slab is not None:
-            for first, other in plan.ties:  # their values are equal, as just checked; their memory stays one
-                sources[other] = sources[first]
+        for first, other in plan.ties:
+            plan.check_tie(sources, first, other)
+            if slab is not None:
+                sources[other] = sources[first]  # their values are equal; so their memory stays one
+        for group in plan.overlaps:
+            plan.check_overlap(sources, group)
         if not model.inplace:
             sources = [clone(source) for source in sources]
         self._model = model
@@ -119,7 +121,11 @@ class ModelUpdate(Prepared):
                 if problem := model.destination_problem(name, tensor):
                     raise SchemaMismatch(f"{name!r} of the model is {problem}")
         if len(set(addresses)) != len(found):
-            self._check_ties(found)
+            first_at: dict[Any, int] = {}
+            for i, destination in enumerate(found):
+                first = first_at.setdefault(place_of(destination), i)
+                if first != i and (first, i) not in plan.ties:  # tied only since this update was prepared
+                    plan.check_tie(self._sources, first, i)
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
             self._renewed_plan()  # refuse an expanded tensor here, because torch would do so between two writes
         self._to_copy, self._to_repoint, self._to_replace, self._repointing = ([], []), [], [], None
@@ -153,13 +159,6 @@ class ModelUpdate(Prepared):
         if renewed.names != plan.names:
             raise SchemaMismatch("a tensor of the model became extra state, or the reverse, since it was registered")
         return renewed
-
-    def _check_ties(self, found: list[torch.Tensor]) -> None:
-        seen: dict[Any, int] = {}
-        for i, destination in enumerate(found):
-            first = seen.setdefault(place_of(destination), i)
-            if first != i and (first, i) not in self.plan.ties:  # tied only since this update was prepared
-                self.plan.check_tie(self._sources, first, i)
 
     def _resolve_each(self, found: list[torch.Tensor]) -> None:
         """Decide for each tensor whether the update copies to it, gives it other memory, or replaces it.
