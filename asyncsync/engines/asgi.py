@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from asyncsync.model.gate import Gate, on_enter
@@ -76,17 +77,17 @@ async def follow(
         await scheme.shutdown()
 
 
+@dataclass(eq=False)
 class _Followed:
     """The application, with the version in its responses."""
 
-    def __init__(self, app: Application, scheme: WeightSyncScheme, header: bytes) -> None:
-        self._app = app
-        self._scheme = scheme
-        self._header = header
+    app: Application
+    scheme: WeightSyncScheme
+    header: bytes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         version: int | None = None
         start: Message | None = None
@@ -94,8 +95,8 @@ class _Followed:
 
         def note_version(gate: Gate) -> None:  # in the thread that reads the model
             nonlocal version
-            if gate is self._scheme.bus.gate:
-                version = self._scheme.version
+            if gate is self.scheme.bus.gate:
+                version = self.scheme.version
             if outer is not None:
                 outer(gate)
 
@@ -104,7 +105,7 @@ class _Followed:
             if start is not None:
                 message, start = start, None
                 if version is not None:
-                    message = {**message, "headers": [*message.get("headers", ()), (self._header, b"%d" % version)]}
+                    message = {**message, "headers": [*message.get("headers", ()), (self.header, b"%d" % version)]}
                 await send(message)
 
         async def send_after_start(message: Message) -> None:
@@ -117,7 +118,7 @@ class _Followed:
 
         token = on_enter.set(note_version)
         try:
-            await self._app(scope, receive, send_after_start)
+            await self.app(scope, receive, send_after_start)
         finally:
             on_enter.reset(token)
         await send_start()

@@ -66,25 +66,19 @@ class Staleness:
         now = asyncio.get_running_loop().time()
         if now - self._last_asked < self._max_age:
             return self._scheme.version
-        if not self._waits:
-            self._check_connected()
-        version = await self._scheme.wait_lag(self._max_lag if self._waits else ANY_LAG, self._timeout)
-        if not self._waits:
-            self._check_lag()
+        if self._waits:
+            version = await self._scheme.wait_lag(self._max_lag, self._timeout)
+        else:
+            for status in self._scheme.status().values():
+                if status.state == "lost" and not self._scheme.closed:  # only the sender's successor would answer
+                    raise Stale(f"version {status.version} may be too old: {status.reason}", status.version, None)
+            version = await self._scheme.wait_lag(ANY_LAG, self._timeout)
+            for status in self._scheme.status().values():
+                if status.lag > self._max_lag:
+                    about = f"{status.lag} versions behind the sender's, and max_lag is {self._max_lag}"
+                    raise Stale(f"version {status.version} is {about}", status.version, status.lag)
         self._last_asked = max(now, self._last_asked)
         return version
 
     async def __aexit__(self, *exc: object) -> None:
         pass
-
-    def _check_connected(self) -> None:
-        """Raises Stale if the sender is lost: only its successor would answer."""
-        for status in self._scheme.status().values():
-            if status.state == "lost" and not self._scheme.closed:
-                raise Stale(f"version {status.version} may be too old: {status.reason}", status.version, None)
-
-    def _check_lag(self) -> None:
-        for status in self._scheme.status().values():
-            if status.lag > self._max_lag:
-                about = f"{status.lag} versions behind the sender's, and max_lag is {self._max_lag}"
-                raise Stale(f"version {status.version} is {about}", status.version, status.lag)
