@@ -8,6 +8,7 @@ the other side. A pickled scheme carries its configuration only. All other state
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 import time
@@ -17,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
-from inspect import signature
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
@@ -39,12 +39,12 @@ from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
-from asyncsync.schemes.sources import Sources, as_tensordict, find_model, is_per_worker, resolve_model
+from asyncsync.schemes.sources import Sources, find_model, is_per_worker, is_plain_dict, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import FlatWeights, Path
+from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
@@ -209,7 +209,8 @@ class Scheme(ABC):
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not is_per_worker(source):
-            return as_tensordict(copy_flat(self.selection.chosen_weights(flat_weights(self.strategy, source))))
+            flat = copy_flat(self.selection.chosen_weights(flat_weights(self.strategy, source)))
+            return nest(flat.tensors, flat.values)
         return self._bus.read_link(self.held_weights)
 
     def held_weights(self) -> TensorDict | None:
@@ -219,7 +220,14 @@ class Scheme(ABC):
             return None if held is None else held[2].copy().weights()
         if isinstance(link, TrainerLink):
             target = link.end_fast_path().targets.newest(-1, self.topic)
-            return None if target is None else _wait_until_packed(target.slab).copy().weights()
+            if target is None:
+                return None
+            deadline = time.monotonic() + 10.0
+            while target.slab.packed < target.slab.nbytes:  # the packing thread fills it within milliseconds
+                if time.monotonic() > deadline:
+                    raise WeightSyncError("the weights are still being packed after 10 s")
+                time.sleep(0.0005)
+            return target.slab.copy().weights()
         return None
 
     @property
@@ -535,8 +543,8 @@ class Scheme(ABC):
                 scripted module, or one whose ``forward`` is a coroutine function or a generator.
             RuntimeError: this scheme is connected already, or is the sender.
         """
-        others = kwargs.keys() - signature(self.create_transport).parameters.keys()
-        ours = signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
+        others = kwargs.keys() - inspect.signature(self.create_transport).parameters.keys()
+        ours = inspect.signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
         refuse_misspelt(f"{type(self).__name__}.init_on_receiver", others, ours)
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
@@ -754,16 +762,58 @@ class Scheme(ABC):
         return self.selection.chosen_weights(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        # The same for any source, which may have other values for each worker. Runs in the caller's thread.
-        hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
-        count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.chosen_weights
-        found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
-        return part(found) if isinstance(found, FlatWeights) else {w: part(each) for w, each in found.items()}
+        # The same for any source: once for all workers, or each worker's own, by its index. workers: only for these;
+        # None: for all that have any. Runs in the caller's thread.
+        sources, count, choose = self.sources, self._bus.num_workers, self.selection.chosen_weights
+        if weights is None and sources.model is None and isinstance(sources.weights, dict):
+            weights = sources.weights
+            if workers is not None and is_per_worker(weights):
+                weights = {worker: given for worker, given in weights.items() if worker in workers}
+        if is_per_worker(weights):
+            known = range(max(weights) + 1 if count is None else count)
+            if wrong := [w for w in weights if w not in known or (workers is not None and w not in workers)]:
+                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+            if without := sorted(set(workers or ()) - weights.keys()):
+                raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
+            each = {worker: await self._flat(given) for worker, given in weights.items()}
+            plain = sorted(worker for worker, given in weights.items() if is_plain_dict(given))
+            if plain and not sources.is_params_map:
+                self._check_integer_keys(plain, each)
+        else:
+            flat = await self._flat(weights)
+            if sources.device_map_fn is None:
+                flat.ready = cuda_events(flat)
+                return choose(flat)
+            shared = nest(flat.tensors, flat.values)
+            chosen = range(count or 0) if workers is None else workers
+            each = {worker: flatten(sources.device_map_fn(worker, shared)) for worker in chosen}
+        for flat in each.values():  # the values are there when the caller's current streams reach these events
+            flat.ready = cuda_events(flat)
+        return {worker: choose(flat) for worker, flat in each.items()}
 
-    def _keys_sent(self) -> set[Path] | None:
-        link = self._bus.link
-        layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
-        return None if layout is None else set(layout.paths)
+    async def _flat(self, weights: Any) -> FlatWeights:
+        sources = self.sources
+        if type(self).prepare_weights is Scheme.prepare_weights:
+            return flat_weights(self.strategy, sources.resolve(weights, sources.model_id, sources.context))
+        prepared = self.prepare_weights(weights, sources.model_id, self.strategy, sources.context)
+        return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
+
+    def _check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights]) -> None:
+        """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
+        weights}`` may be one dict with integer keys then, such as an optimiser's state."""
+        link, registered, known = self._bus.link, self.sources.registered, set[Path]()
+        has_hook = type(self).prepare_weights is not Scheme.prepare_weights
+        if isinstance(link, TrainerLink) and (layout := link.latest_layout(self.topic)) is not None:
+            known = set(layout.paths)
+        elif not has_hook and registered is not None and not is_per_worker(registered):
+            known = flat_weights(self.strategy, registered).keys()
+        if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
+            raise ValueError(
+                f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
+                f"optimiser's state? The dicts under {wrong} have no key in common with {self.model_id!r} as it was "
+                "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
+                "init_on_sender(). To send one dict to all workers, use strings as its keys"
+            )
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -867,13 +917,3 @@ def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any
     if has_hooks and isinstance(model, nn.Module):
         check_calls(model, has_gated_methods=bool(gated))
     return binding
-
-
-def _wait_until_packed(slab: Slab) -> Slab:
-    """Wait until the packing thread has filled this slab, which takes milliseconds."""
-    deadline = time.monotonic() + 10.0
-    while slab.packed < slab.nbytes:
-        if time.monotonic() > deadline:
-            raise WeightSyncError("the weights are still being packed after 10 s")
-        time.sleep(0.0005)
-    return slab
