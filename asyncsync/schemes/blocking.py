@@ -289,13 +289,13 @@ class WeightSyncScheme(Scheme):
         quorum: int | None = None,
     ) -> None:
         if self._options.get("sync", True):
-            self._send_and_wait(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+            more = {"metadata": metadata, "quorum": quorum}
+            self.run_on_loop(bind_extracted(AsyncScheme.send_async, self, weights, worker_ids, timeout, **more))
         else:
             self.publish(weights, worker_ids, metadata=metadata)
 
     send.__doc__ = AsyncScheme.send_async.__doc__
 
-    _send_and_wait = as_blocking(AsyncScheme.send_async, bind=bind_extracted)
     send_async = for_any_loop(AsyncScheme.send_async)
     publish = as_blocking(AsyncScheme.publish, bind=bind_extracted)
     publish_async = for_any_loop(AsyncScheme.publish)

@@ -218,17 +218,15 @@ class Scheme(ABC):
         if isinstance(link, WorkerLink):
             held = link.machine.holdings.updates.get(self.topic)
             return None if held is None else held[2].copy().weights()
-        if isinstance(link, TrainerLink):
-            target = link.end_fast_path().targets.newest(-1, self.topic)
-            if target is None:
-                return None
-            deadline = time.monotonic() + 10.0
-            while target.slab.packed < target.slab.nbytes:  # the packing thread fills it within milliseconds
-                if time.monotonic() > deadline:
-                    raise WeightSyncError("the weights are still being packed after 10 s")
-                time.sleep(0.0005)
-            return target.slab.copy().weights()
-        return None
+        target = link.end_fast_path().targets.newest(-1, self.topic) if isinstance(link, TrainerLink) else None
+        if target is None:
+            return None
+        deadline = time.monotonic() + 10.0
+        while target.slab.packed < target.slab.nbytes:  # the packing thread fills it within milliseconds
+            if time.monotonic() > deadline:
+                raise WeightSyncError("the weights are still being packed after 10 s")
+            time.sleep(0.0005)
+        return target.slab.copy().weights()
 
     @property
     def sender_transports(self) -> dict[int, Any]:
@@ -764,56 +762,40 @@ class Scheme(ABC):
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
         # The same for any source: once for all workers, or each worker's own, by its index. workers: only for these;
         # None: for all that have any. Runs in the caller's thread.
-        sources, count, choose = self.sources, self._bus.num_workers, self.selection.chosen_weights
-        if weights is None and sources.model is None and isinstance(sources.weights, dict):
-            weights = sources.weights
-            if workers is not None and is_per_worker(weights):
-                weights = {worker: given for worker, given in weights.items() if worker in workers}
+        sources, choose = self.sources, self.selection.chosen_weights
+        weights = sources.given(weights, workers, self._bus.num_workers)
         if is_per_worker(weights):
-            known = range(max(weights) + 1 if count is None else count)
-            if wrong := [w for w in weights if w not in known or (workers is not None and w not in workers)]:
-                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            if without := sorted(set(workers or ()) - weights.keys()):
-                raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
             each = {worker: await self._flat(given) for worker, given in weights.items()}
             plain = sorted(worker for worker, given in weights.items() if is_plain_dict(given))
             if plain and not sources.is_params_map:
-                self._check_integer_keys(plain, each)
+                sources.check_integer_keys(plain, each, self._known_keys())
         else:
             flat = await self._flat(weights)
             if sources.device_map_fn is None:
                 flat.ready = cuda_events(flat)
                 return choose(flat)
             shared = nest(flat.tensors, flat.values)
-            chosen = range(count or 0) if workers is None else workers
+            chosen = range(self._bus.num_workers or 0) if workers is None else workers
             each = {worker: flatten(sources.device_map_fn(worker, shared)) for worker in chosen}
         for flat in each.values():  # the values are there when the caller's current streams reach these events
             flat.ready = cuda_events(flat)
         return {worker: choose(flat) for worker, flat in each.items()}
 
     async def _flat(self, weights: Any) -> FlatWeights:
-        sources = self.sources
+        model_id, context = self.sources.model_id, self.sources.context
         if type(self).prepare_weights is Scheme.prepare_weights:
-            return flat_weights(self.strategy, sources.resolve(weights, sources.model_id, sources.context))
-        prepared = self.prepare_weights(weights, sources.model_id, self.strategy, sources.context)
+            return flat_weights(self.strategy, self.sources.resolve(weights, model_id, context))
+        prepared = self.prepare_weights(weights, model_id, self.strategy, context)
         return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
 
-    def _check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights]) -> None:
-        """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
-        weights}`` may be one dict with integer keys then, such as an optimiser's state."""
-        link, registered, known = self._bus.link, self.sources.registered, set[Path]()
-        has_hook = type(self).prepare_weights is not Scheme.prepare_weights
+    def _known_keys(self) -> set[Path]:
+        """The keys that were sent last, or else are registered; empty: neither is known."""
+        link, registered = self._bus.link, self.sources.registered
         if isinstance(link, TrainerLink) and (layout := link.latest_layout(self.topic)) is not None:
-            known = set(layout.paths)
-        elif not has_hook and registered is not None and not is_per_worker(registered):
-            known = flat_weights(self.strategy, registered).keys()
-        if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
-            raise ValueError(
-                f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
-                f"optimiser's state? The dicts under {wrong} have no key in common with {self.model_id!r} as it was "
-                "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
-                "init_on_sender(). To send one dict to all workers, use strings as its keys"
-            )
+            return set(layout.paths)
+        if registered is None or is_per_worker(registered) or type(self).prepare_weights is not Scheme.prepare_weights:
+            return set()
+        return flat_weights(self.strategy, registered).keys()
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 

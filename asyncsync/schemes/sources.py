@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.schemes.torchrl import TorchRLContext
+from asyncsync.weights.tree import FlatWeights, Path
 
 logger = logging.getLogger("asyncsync")
 
@@ -97,6 +98,34 @@ class Sources:
                 "there are no weights to send: pass some, or register a model, weights or context with init_on_sender()"
             )
         return weights
+
+    def given(self, weights: Any, workers: list[int] | None, count: int | None) -> Any:
+        """The argument ``weights`` of a call for these ``workers``, or the registered dict if it is None; of weights
+        for single workers, only those. ``count``: how many workers there are, if that is fixed. Raises ValueError if
+        the argument has weights for single workers, but not for these."""
+        if weights is None and self.model is None and isinstance(self.weights, dict):
+            weights = self.weights
+            if workers is not None and is_per_worker(weights):
+                weights = {worker: given for worker, given in weights.items() if worker in workers}
+        if not is_per_worker(weights):
+            return weights
+        known = range(max(weights) + 1 if count is None else count)
+        if wrong := [w for w in weights if w not in known or (workers is not None and w not in workers)]:
+            raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+        if without := sorted(set(workers or ()) - weights.keys()):
+            raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
+        return weights
+
+    def check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+        """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
+        weights}`` may be one dict with integer keys then, such as an optimiser's state."""
+        if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
+            raise ValueError(
+                f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
+                f"optimiser's state? The dicts under {wrong} have no key in common with {self.model_id!r} as it was "
+                "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
+                "init_on_sender(). To send one dict to all workers, use strings as its keys"
+            )
 
 
 def is_per_worker(weights: Any) -> bool:

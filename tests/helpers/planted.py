@@ -19,7 +19,6 @@ import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.scheme
-import asyncsync.schemes.sources
 import asyncsync.schemes.taking
 import asyncsync.weights.encoding
 import asyncsync.weights.packing
@@ -221,8 +220,7 @@ def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], No
         note(dict(flat.tensors))
         return original(flat)
 
-    for module in (asyncsync.schemes.scheme, asyncsync.schemes.sources):
-        monkeypatch.setattr(module, "cuda_events", noting)
+    monkeypatch.setattr(asyncsync.schemes.scheme, "cuda_events", noting)
 
 
 # -- other limits
