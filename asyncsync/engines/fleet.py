@@ -113,8 +113,6 @@ class FleetError(WeightSyncError):
 
 @dataclass
 class _Member:
-    """A replica, and what the fleet knows of it."""
-
     replica: Replica
     workers: range
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -541,7 +541,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def specs_of(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtypes and shapes of a layout's tensors, by name."""
     entries = layout.entries
     return {dotted(path): (entries[i].dtype, entries[i].shape) for path, i in layout.index.items()}
 

@@ -74,9 +74,6 @@ class Reader:
         while self.parent is not None and self.parent.gate is None:
             self.parent = self.parent.parent
 
-    def close(self) -> None:
-        self.gate = self.frame = self.key = None
-
 
 # The innermost reader of this context, of any gate. `parent` leads to the readers around it.
 innermost: ContextVar[Reader | None] = ContextVar("asyncsync_reader", default=None)
@@ -490,7 +487,7 @@ class Gate:
         """Under the mutex. The reader may not have entered, or may have left already."""
         if self._readers.get(reader.key) is reader:
             del self._readers[reader.key]
-        reader.close()
+        reader.gate = reader.frame = reader.key = None
 
     def leave(self, reader: Reader) -> None:
         # The closed token stays in its context, because a generator may be closed in another one, where it is not set.

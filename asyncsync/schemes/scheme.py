@@ -174,7 +174,6 @@ class Scheme(ABC):
         return self._bus
 
     def move_to(self, bus: BusCore) -> None:
-        # Leave the own bus for this one, which other schemes share.
         self._bus, self.has_own_bus = bus, False
 
     @property
