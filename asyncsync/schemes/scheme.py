@@ -308,9 +308,7 @@ class Scheme(ABC):
     state_dict, load_state_dict = BusCore.state_dict, BusCore.load_state_dict
     closed, status = BusCore.closed, BusCore.status
 
-    def _check_connect(
-        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
-    ) -> None:
+    def _check_connect(self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any]) -> None:
         check_timeout(timeout)
         self._bus.starting_processes = check_processes(processes)
         self._check_open()
@@ -338,7 +336,7 @@ class Scheme(ABC):
         if self.takes:
             raise RuntimeError("a receiver with apply='on_take' does not receive: take() lends each version")
 
-    def _check_not_holding(self, timeout: float | None = None) -> None:
+    def _check_not_holding(self, timeout: float | None) -> None:
         """Refuse a wait that the caller's own hold would keep from ending. Runs in the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
