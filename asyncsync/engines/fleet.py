@@ -34,8 +34,7 @@ from asyncsync.engines.vllm import weight_version
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, RemoteError, WeightSyncError
 from asyncsync.runtime.threads import finish
 from asyncsync.schemes.aio import WeightSyncScheme
-from asyncsync.schemes.shared_memory import AutoWeightSyncScheme, SharedMemWeightSyncScheme
-from asyncsync.schemes.zmq import ZMQWeightSyncScheme
+from asyncsync.schemes.zmq_and_memory import AutoWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 
 T = TypeVar("T")
 Wait = Callable[[int, list[int], float], Awaitable[None]]
