@@ -19,7 +19,16 @@ from asyncsync.commands.options import CommandFailed
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments after ``asyncsync`` (None: those of ``sys.argv``); returns its exit code.
     Raises SystemExit: after ``--help``, ``--version`` and wrong arguments."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="asyncsync",
+        description="Carries the weights of a model in training to every process that runs a copy of it.",
+        epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"asyncsync {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for command in (demo, advice, keygen, top, fetch, relay):
+        command.add(commands.add_parser)
+    options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -31,17 +40,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandFailed as failed:
         print(f"asyncsync {options.command}: {failed}", file=sys.stderr)
     return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="asyncsync",
-        description="Carries the weights of a model in training to every process that runs a copy of it.",
-        epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
-    )
-    parser.add_argument("--version", action="version", version=f"asyncsync {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-
-    for command in (demo, advice, keygen, top, fetch, relay):
-        command.add(commands.add_parser)
-    return parser

@@ -8,13 +8,13 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
 from asyncsync.schemes.remote_calls import RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
-from asyncsync.schemes.shared_memory import (
+from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
+from asyncsync.schemes.zmq_and_memory import (
     AutoWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
 )
-from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
-from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
 from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport

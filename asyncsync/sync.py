@@ -27,9 +27,8 @@ from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes import none as _none
 from asyncsync.schemes import remote_calls as _remote_calls
-from asyncsync.schemes import shared_memory as _shared_memory
 from asyncsync.schemes import torch_distributed as _torch_distributed
-from asyncsync.schemes import zmq as _zmq
+from asyncsync.schemes import zmq_and_memory as _zmq_and_memory
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
@@ -68,11 +67,11 @@ __all__ = [
 __all__ += _errors.__all__
 
 
-class ZMQWeightSyncScheme(_zmq.ZMQCore, WeightSyncScheme):
+class ZMQWeightSyncScheme(_zmq_and_memory.ZMQCore, WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
 
 
-class SharedMemWeightSyncScheme(_shared_memory.SharedMemCore, WeightSyncScheme):
+class SharedMemWeightSyncScheme(_zmq_and_memory.SharedMemCore, WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     def receive(self, timeout: float | None = None) -> None:
@@ -89,12 +88,12 @@ class SharedMemWeightSyncScheme(_shared_memory.SharedMemCore, WeightSyncScheme):
         self.run_on_loop(lambda: self.apply_pending(timeout))
 
 
-class MultiProcessWeightSyncScheme(_shared_memory.MultiProcessCore, WeightSyncScheme):
+class MultiProcessWeightSyncScheme(_zmq_and_memory.MultiProcessCore, WeightSyncScheme):
     """Weights for workers on this host, each with its own copy, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-class AutoWeightSyncScheme(_shared_memory.AutoCore, WeightSyncScheme):
+class AutoWeightSyncScheme(_zmq_and_memory.AutoCore, WeightSyncScheme):
     """Weights through shared memory to workers on this host, and over ZeroMQ to workers on other hosts, with the
     blocking API; see :class:`asyncsync.AutoWeightSyncScheme`."""
 

@@ -457,8 +457,9 @@ class BusCore:
         self.trainer_link().check_workers(workers)
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
-            is_extracted = isinstance(given, Extracted)
-            sources[topic] = given.source if is_extracted else await self.schemes[topic].extract_source(given, workers)
+            scheme = self.schemes[topic]
+            source = given.source if isinstance(given, Extracted) else scheme.extract_at_once(given)
+            sources[topic] = await scheme.extract_source(given, workers) if source is None else source
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
@@ -574,7 +575,7 @@ class BusCore:
         stages: bool = False,
     ) -> int:
         """Publish or stage the extracted weights. Raises ValueError if some are for single workers behind a relay."""
-        transports = {topic: self.schemes[topic].carrier() for topic in sources}
+        transports = {topic: self.schemes[topic].carrier for topic in sources}
         chosen = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         behind = link.machine.relayed.workers
         for worker in chosen:

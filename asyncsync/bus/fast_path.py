@@ -189,7 +189,7 @@ class WorkerFastPath:
         assert binding.bound is not None
         self._bound = binding.bound
         self._plans = self._bound.plans
-        self._prepared = {slab: binding.cached(slab) for slab in slabs}
+        self._prepared = {slab: binding.reusable.get(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
         # The callback does nothing: if another thread applies an interrupted update, the general path reports it.
         self._update = Writer(self._apply, lambda error: None)

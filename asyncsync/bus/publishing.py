@@ -416,7 +416,7 @@ class Publishing(Link):
             return None
         if self.observer.has_listeners or self.origin is not None:  # the fast path emits no events, and sends no origin
             return None
-        if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier()):
+        if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier):
             return None
         fast, begun = self.fast_path, self.loop.time()
         if fast is None or fast.model_id != model_id or fast.waiting or not fast.publish(flat, begun):

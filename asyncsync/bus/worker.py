@@ -252,7 +252,7 @@ class WorkerLink(Applying, Memory):
             return
         model_id, part = found
         newest, binding = machine.holdings.updates[model_id][2], machine.models[model_id]
-        prepared = binding.cached(newest)
+        prepared = binding.reusable.get(newest)
         if prepared is None or not prepared.may_repeat or newest.leased or newest.pool is not machine.pool:
             return
         try:
@@ -260,7 +260,7 @@ class WorkerLink(Applying, Memory):
         except (MemoryError, RuntimeError):  # torch raises the latter
             return  # if there is no memory for the next update either, the trainer gets FAILED
         try:
-            if binding.prepare(slab) is not binding.cached(slab):
+            if binding.prepare(slab) is not binding.reusable.get(slab):
                 return
             slabs = newest.retain(), slab.retain()
         except (MemoryError, RuntimeError):

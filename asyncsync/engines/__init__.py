@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncsync.engines.asgi import follow
     from asyncsync.engines.fleet import Failure, Fleet, FleetError, FleetResult
     from asyncsync.engines.replicas import AsyncLLMReplica, HTTPReplica, LLMReplica, Refused, Replica
-    from asyncsync.engines.staleness import Staleness
+    from asyncsync.engines.servers import Staleness, follow
 
 __all__ = [
     "AsyncLLMReplica",
@@ -28,7 +27,7 @@ __all__ = [
     "follow",
 ]
 
-_MODULES = {"Staleness": "staleness", "follow": "asgi"}
+_MODULES = dict.fromkeys(("Staleness", "follow"), "servers")
 _MODULES |= dict.fromkeys(("AsyncLLMReplica", "HTTPReplica", "LLMReplica", "Refused", "Replica"), "replicas")
 _MODULES |= dict.fromkeys(("Failure", "Fleet", "FleetError", "FleetResult"), "fleet")
 

@@ -34,8 +34,7 @@ from asyncsync.engines.vllm import weight_version
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, RemoteError, WeightSyncError
 from asyncsync.runtime.threads import finish
 from asyncsync.schemes.aio import WeightSyncScheme
-from asyncsync.schemes.shared_memory import AutoWeightSyncScheme, SharedMemWeightSyncScheme
-from asyncsync.schemes.zmq import ZMQWeightSyncScheme
+from asyncsync.schemes.zmq_and_memory import AutoWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 
 T = TypeVar("T")
 Wait = Callable[[int, list[int], float], Awaitable[None]]
@@ -110,14 +109,9 @@ class FleetError(WeightSyncError):
         )
         self.result = result
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.result,)
-
 
 @dataclass
 class _Member:
-    """A replica, and what the fleet knows of it."""
-
     replica: Replica
     workers: range
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -129,8 +123,8 @@ class _Member:
 
 
 class _PhaseFailed(Exception):
-    def __init__(self, member: _Member, rank: int | None, phase: str, error: Exception) -> None:
-        self.failures = [_failure(member, rank, phase, error)]
+    def __init__(self, member: _Member, phase: str, error: Exception) -> None:
+        self.failures = [_failure(member, None, phase, error)]
         self.was_refused = isinstance(error, Refused)
         super().__init__(str(self.failures[0]))
 
@@ -278,7 +272,12 @@ class Fleet:
             member.missed_update = False
             return []
         if version and member.serves:
-            await self._stage(member, version, deadline)
+            try:
+                await self._run_on_ranks(member, "stage", self.scheme.wait_staged, version, deadline)
+            except _PhaseFailed as failed:
+                if not any(isinstance(failure.error, PeerLost | NotConnected) for failure in failed.failures):
+                    raise
+                member.serves = ""  # its process is gone, and a new one must connect first
         member.missed_update = False
         return await self._switch(member, version, deadline)
 
@@ -293,15 +292,6 @@ class Fleet:
             member.is_state_known = True  # no update has been started since it started
         if name != member.serves:
             member.serves = ""
-
-    async def _stage(self, member: _Member, version: int, deadline: float) -> None:
-        """Wait until its workers have the bytes. Raises _PhaseFailed if one cannot get them."""
-        try:
-            await self._run_on_ranks(member, "stage", self.scheme.wait_staged, version, deadline)
-        except _PhaseFailed as failed:
-            if not any(isinstance(failure.error, PeerLost | NotConnected) for failure in failed.failures):
-                raise
-            member.serves = ""  # its process is gone, and a new one must connect first
 
     async def _switch(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """Pause the replica, load the version, and end the pause. The caller holds the member's lock."""
@@ -379,7 +369,7 @@ class Fleet:
         bus, replica = self.scheme.bus, member.replica
         if (count := await self._run_phase(member, "connect", replica.world_size(), deadline)) != replica.ranks:
             wrong = ValueError(f"it has {count} ranks: give its replica object ranks={count}")
-            raise _PhaseFailed(member, None, "connect", wrong)
+            raise _PhaseFailed(member, "connect", wrong)
         own = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
         try:
             await self._run_phase(member, "connect", replica.connect({**self._info, **own, **replica.init}), deadline)
@@ -390,7 +380,7 @@ class Fleet:
         if version:
             await self._run_on_ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
         if len(versions := self._applied_versions(member)) > 1:
-            raise _PhaseFailed(member, None, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
+            raise _PhaseFailed(member, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
         name = weight_version(self.scheme.epoch, versions.pop())
         await self._run_phase(member, "finish", replica.set_weight_version(name), deadline)
         member.serves = name
@@ -444,7 +434,7 @@ class Fleet:
             async with asyncio.timeout_at(deadline):
                 return await call
         except Exception as error:
-            raise _PhaseFailed(member, None, phase, error) from error
+            raise _PhaseFailed(member, phase, error) from error
         finally:
             member.seconds[phase] = member.seconds.get(phase, 0.0) + loop.time() - began
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -170,7 +170,37 @@ class HTTPReplica:
         raise Refused(f"{path.partition('?')[0]}: {status[0].decode()}: {message}{hint}")
 
 
-class AsyncLLMReplica:
+class _LocalReplica:
+    """An engine of this process. The methods that it names alike, however they are called."""
+
+    _engine: Any
+
+    async def weight_version(self) -> str:
+        return str(await self._call(self._engine.get_weight_version))
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._call(self._engine.update_weight_version, name)
+
+    async def start(self) -> None:
+        await self._call(self._engine.start_weight_update)
+
+    async def finish(self, name: str | None) -> None:
+        await self._call(self._engine.finish_weight_update, name)
+
+    async def reset(self) -> None:
+        _check_reset(await self._call(self._engine.reset_prefix_cache, reset_running_requests=True))
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return await self._run(function, *arguments, **named)
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return await function(*arguments, **named)
+
+
+class AsyncLLMReplica(_LocalReplica):
     """An ``AsyncLLM`` of this process, on this event loop. Arguments as of :class:`HTTPReplica`."""
 
     def __init__(
@@ -185,12 +215,6 @@ class AsyncLLMReplica:
         self._engine, self._mode = engine, _checked_pause(pause)
         self.name, self.ranks, self.init = name, ranks, init or {}
 
-    async def weight_version(self) -> str:
-        return str(await _raising_refused(self._engine.get_weight_version()))
-
-    async def set_weight_version(self, name: str) -> None:
-        await _raising_refused(self._engine.update_weight_version(name))
-
     async def world_size(self) -> int:
         return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
 
@@ -198,39 +222,30 @@ class AsyncLLMReplica:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=dict(info))
-        await _raising_refused(self._engine.init_weight_transfer_engine(request))
+        await self._call(self._engine.init_weight_transfer_engine, request)
 
     async def pause(self) -> None:
-        await _raising_refused(self._engine.pause_generation(mode=self._mode, clear_cache=False))
+        await self._call(self._engine.pause_generation, mode=self._mode, clear_cache=False)
 
     async def resume(self) -> None:
-        await _raising_refused(self._engine.resume_generation())
-
-    async def start(self) -> None:
-        await _raising_refused(self._engine.start_weight_update())
+        await self._call(self._engine.resume_generation)
 
     async def update(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await _raising_refused(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
-
-    async def finish(self, name: str | None) -> None:
-        await _raising_refused(self._engine.finish_weight_update(name))
-
-    async def reset(self) -> None:
-        _check_reset(await _raising_refused(self._engine.reset_prefix_cache(reset_running_requests=True)))
+        await self._call(self._engine.update_weights, WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def close(self) -> None:
         """Do nothing, because the engine is the caller's."""
 
 
-class LLMReplica:
+class LLMReplica(_LocalReplica):
     """An ``LLM`` of this process. Its methods block, so this object calls them in a thread of its own. Generate with
     ``await replica.run(llm.generate, …)``. Arguments as of :class:`HTTPReplica`; a pause begins when running calls have
     ended."""
 
     def __init__(self, llm: Any, *, name: str = "LLM", ranks: int = 1, init: Mapping[str, Any] | None = None) -> None:
-        self._llm = llm
+        self._engine = llm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock, self._is_paused = asyncio.Lock(), False  # held by each call of run(), and during a pause
         self.name, self.ranks, self.init = name, ranks, init or {}
@@ -238,19 +253,13 @@ class LLMReplica:
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call a function in the engine's thread. During a pause, wait until it ends."""
         async with self._lock:
-            return await self._in_thread(function, *arguments, **named)
-
-    async def weight_version(self) -> str:
-        return str(await self._call(self._llm.get_weight_version))
-
-    async def set_weight_version(self, name: str) -> None:
-        await self._call(self._llm.update_weight_version, name)
+            return await self._run(function, *arguments, **named)
 
     async def world_size(self) -> int:
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+        return int(self._engine.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._call(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
+        await self._call(self._engine.init_weight_transfer_engine, {"init_info": dict(info)})
 
     async def pause(self) -> None:
         if not self._is_paused:
@@ -262,35 +271,16 @@ class LLMReplica:
             self._is_paused = False
             self._lock.release()
 
-    async def start(self) -> None:
-        await self._call(self._llm.start_weight_update)
-
     async def update(self, info: Mapping[str, Any]) -> None:
-        await self._call(self._llm.update_weights, {"update_info": dict(info)})
-
-    async def finish(self, name: str | None) -> None:
-        await self._call(self._llm.finish_weight_update, name)
-
-    async def reset(self) -> None:
-        _check_reset(await self._call(self._llm.reset_prefix_cache, reset_running_requests=True))
+        await self._call(self._engine.update_weights, {"update_info": dict(info)})
 
     async def close(self) -> None:
         """End the thread after its current call. The engine is the caller's."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        return await _raising_refused(self._in_thread(function, *arguments, **named))
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    async def _run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         # If this is cancelled, the call goes on in the thread, and the next call follows it.
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments, **named))
-
-
-async def _raising_refused(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except Exception as error:
-        raise Refused(f"{type(error).__name__}: {error}") from error
 
 
 def _checked_pause(mode: str) -> str:

@@ -206,15 +206,13 @@ class ModelTensors:
         for name in [name for name in self.locations if name not in state]:
             if (new := renamed.get(id(self.get(name)))) is not None:
                 self.locations[new] = self.locations.pop(name)
-        self.encoded = {n for n in self.locations.keys() & state.keys() if self._is_encoded(n, state[n])}
+        for name in self.locations.keys() & state.keys():
+            own, saved = self.get(name), state[name]
+            if saved is own or not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
+                continue
+            if own.dtype is saved.dtype and not own.is_meta and not _same_bits(own, saved.to(own.device)):
+                self.encoded.add(name)  # only load_state_dict() could decode these values
         self.required = self.names & state.keys()
-
-    def _is_encoded(self, name: str, saved: Any) -> bool:
-        """Whether the state dict has other values than the model, which only ``load_state_dict`` could decode."""
-        own = self.get(name)
-        if saved is own or not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
-            return False
-        return own.dtype is saved.dtype and not own.is_meta and not _same_bits(own, saved.to(own.device))
 
     def _add_mapping(self, model: Any, prefix: str) -> None:
         for key, entry in model.items():
@@ -231,7 +229,12 @@ class ModelTensors:
             elif may_nest and (arrays := writable_arrays(value)) is not None:
                 self._nested.append((model, key, value))
                 self._add_mapping(arrays, f"{name}.")
-            elif isinstance(value, torch.Tensor) and value.numel() and not _has_memory_of(model, key, value):
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.numel()
+                and not value.is_meta
+                and place_of(model[key]) != place_of(value)  # reading it again gives other memory
+            ):
                 raise SchemaMismatch(
                     f"{name!r} cannot receive: a {type(model).__name__} makes its tensors anew whenever they are read, "
                     "so writes into them are lost; use a TensorDict that has them (`.contiguous()`)"
@@ -309,15 +312,9 @@ class Plan:
         cast.set_dtypes(dtypes)
         return cast, [converted[id(s), d] for s, d in zip(sources, dtypes, strict=True)]
 
-    def check_values(self, sources: list[torch.Tensor]) -> None:
-        """Raises SchemaMismatch if tensors of the model share memory, and their new values differ there."""
-        for first, other in self.ties:
-            self.check_tie(sources, first, other)
-        for group in self.overlaps:
-            self._check_overlap(group, sources)
-
-    def _check_overlap(self, group: list[int], sources: list[torch.Tensor]) -> None:
-        """Write the values into tensors that share other memory as the model's do, and see whether all are there."""
+    def check_overlap(self, sources: list[torch.Tensor], group: list[int]) -> None:
+        """Raises SchemaMismatch if the new values of a group that overlaps differ where they share memory. Writes the
+        values into tensors that share other memory as the model's do, to see whether all are there."""
         group = [i for i in group if getattr(self.model.get(self.names[i]), "shape", None) == sources[i].shape]
         own = [self.model.get(self.names[i]) for i in group]
         for part in _overlapping(own):  # the model may have changed since this plan was made
@@ -406,9 +403,15 @@ class BoundModel:
         sent = specs.keys() | set(values)
         missing, unexpected = required - sent, sent - own.names
         if missing or unexpected:
+            text = _key_problem(sent, own.names, missing, unexpected)
             tied = {} if unexpected else {n: first for n in missing if (first := self._tied_to(n, specs))}
-            hints = _tie_hint(tied) + _persistence_hint(missing & own.non_persistent)
-            raise SchemaMismatch(_key_problem(sent, own.names, missing, unexpected) + hints)
+            if tied:
+                pairs = ", ".join(f"{name!r} to {first!r}" for name, first in sorted(tied.items())[:SHOWN])
+                text += (
+                    f" The sender's may be tied ({pairs}), and named_parameters() has tied weights under one name "
+                    "only: send the module or its state_dict()."
+                )
+            raise SchemaMismatch(text + _persistence_hint(missing & own.non_persistent))
         wrong: set[str] = set()
         problems = [
             f"{name}: sent as a plain value, but the model holds a tensor"
@@ -510,11 +513,6 @@ def _look_up(mapping: MutableMapping[str, Any], key: str) -> Any:
         return None
 
 
-def _has_memory_of(mapping: MutableMapping[str, Any], key: str, tensor: torch.Tensor) -> bool:
-    """Whether reading the entry, from which ``tensor`` was read, again gives the same memory."""
-    return tensor.is_meta or place_of(mapping[key]) == place_of(tensor)
-
-
 def _overlapping(tensors: list[Any]) -> list[list[int]]:
     """Groups, by position, of tensors that may share memory, but are not one: some may be views of others."""
     in_memory = [i for i, tensor in enumerate(tensors) if type(tensor) in PLAIN and lies_in_memory(tensor)]
@@ -547,15 +545,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     # As bytes, so that NaN equals NaN.
-    return bool(torch.equal(_bytes(a), _bytes(b)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    both = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return bool(torch.equal(*both))
 
 
 def specs_of(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtypes and shapes of a layout's tensors, by name."""
     entries = layout.entries
     return {dotted(path): (entries[i].dtype, entries[i].shape) for path, i in layout.index.items()}
 
@@ -592,16 +586,6 @@ def _key_problem(sent: Iterable[str], own: Iterable[str], missing: set[str], une
                 text += f" They differ by the prefix {prefix!r} of {where} keys"
                 text += ": register the module below it, or rename in a WeightStrategy."
     return text
-
-
-def _tie_hint(tied: Mapping[str, str]) -> str:
-    if not tied:
-        return ""
-    pairs = ", ".join(f"{name!r} to {first!r}" for name, first in sorted(tied.items())[:SHOWN])
-    return (
-        f" The sender's may be tied ({pairs}), and named_parameters() has tied weights under one name only: send the "
-        "module or its state_dict()."
-    )
 
 
 def _persistence_hint(names: Collection[str]) -> str:

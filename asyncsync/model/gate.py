@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -73,9 +73,6 @@ class Reader:
         self.parent: Reader | None = innermost.get()
         while self.parent is not None and self.parent.gate is None:
             self.parent = self.parent.parent
-
-    def close(self) -> None:
-        self.gate = self.frame = self.key = None
 
 
 # The innermost reader of this context, of any gate. `parent` leads to the readers around it.
@@ -490,7 +487,7 @@ class Gate:
         """Under the mutex. The reader may not have entered, or may have left already."""
         if self._readers.get(reader.key) is reader:
             del self._readers[reader.key]
-        reader.close()
+        reader.gate = reader.frame = reader.key = None
 
     def leave(self, reader: Reader) -> None:
         # The closed token stays in its context, because a generator may be closed in another one, where it is not set.
@@ -709,12 +706,7 @@ class GatedMethod:
                 del attributes[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ungated_method, (self._model, self._name)  # copy.deepcopy uses this, too
-
-
-def _ungated_method(model: object, name: str) -> Any:
-    """The method of a copied or unpickled object."""
-    return MethodType(getattr(type(model), name), model)
+        return getattr, (self._model, self._name)  # the class's method of the copy; copy.deepcopy uses this, too
 
 
 def check_methods(model: object, names: Iterable[str]) -> None:

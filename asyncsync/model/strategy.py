@@ -230,7 +230,8 @@ class Binding:
             apply = partial(strategy.apply_weights, model, inplace=inplace)
         self._custom_apply = apply
         self.repoints = repoints and not self._converts and apply is None and _can_be_repointed(model)
-        self._cache: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
+        # The update that was prepared for a slab, if it serves for each later version in it.
+        self.reusable: weakref.WeakKeyDictionary[Slab, ModelUpdate] = weakref.WeakKeyDictionary()
         self.bound: BoundModel | None = None
         if model is not None:
             self.bound = BoundModel(
@@ -268,10 +269,10 @@ class Binding:
         if self._converts:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        plan = bound.layout_plan(slab.layout)
-        if (cached := self._cache.get(slab)) is not None and cached.is_reusable(plan):
+        cached = self.reusable.get(slab)
+        if cached and cached.pieces is not None and cached.plan is bound.plans.get(slab.layout.digest):
             return cached
-        views = slab.views
+        plan, views = bound.layout_plan(slab.layout), slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         sources, states = [views[i] for i in plan.order], {n: views[i] for n, i in plan.states}
         chosen = bound.selection.chosen_items({dotted(p): v for p, v in values.items()})
@@ -281,9 +282,9 @@ class Binding:
         pieces = [slab.pieces[i] for i in plan.order] if is_reusable else None
         update = ModelUpdate(bound, plan, sources, states, chosen, home, pieces)
         if is_reusable:
-            self._cache[slab] = update
+            self.reusable[slab] = update
         else:
-            self._cache.pop(slab, None)
+            self.reusable.pop(slab, None)
         return update
 
     def tensors_of(self, layout: Layout) -> list[list[torch.Tensor]]:
@@ -311,10 +312,6 @@ class Binding:
         """Give the model's tensors that lie in slabs memory of their own, after its last update."""
         for tensor, own in self.bound.left_in_slabs([]) if self.bound is not None else ():
             tensor.data = own
-
-    def cached(self, slab: Slab) -> ModelUpdate | None:
-        """The update that was prepared for this slab, if it serves for each later version in it."""
-        return self._cache.get(slab)
 
     def prepare_flat(self, flat: FlatWeights) -> ModelUpdate:
         """As :meth:`prepare`, for tensors and values whose layout may not have been checked, so that they may not fit

@@ -67,7 +67,8 @@ class ModelUpdate(Prepared):
         states: extra state that is a tensor, by name.
         values: msgpack values, by name: other extra state, and entries of a mapping that are not tensors.
         slab: Parameters may get their memory in it; None: they may not.
-        pieces: the new bytes of each tensor, if copying them is all that any version in this slab takes; else None.
+        pieces: the new bytes of each tensor, if copying them is all that any version in this slab takes; else None,
+            also once the update has found that more is to be done.
 
     Raises:
         SchemaMismatch: tensors of the model that share memory would get different values.
@@ -85,19 +86,21 @@ class ModelUpdate(Prepared):
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
-        plan.check_values(sources)
-        if slab is not None:
-            for first, other in plan.ties:  # their values are equal, as just checked; their memory stays one
-                sources[other] = sources[first]
+        for first, other in plan.ties:
+            plan.check_tie(sources, first, other)
+            if slab is not None:
+                sources[other] = sources[first]  # their values are equal; so their memory stays one
+        for group in plan.overlaps:
+            plan.check_overlap(sources, group)
         if not model.inplace:
             sources = [clone(source) for source in sources]
         self._model = model
-        self._plan = plan
+        self.plan = plan
         self._sources = sources
         self._states = states
         self._values = values
         self._slab = slab
-        self._pieces = pieces
+        self.pieces = pieces
         # resolve() fills these:
         self._to_copy: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._to_repoint: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -105,15 +108,11 @@ class ModelUpdate(Prepared):
         self._repointing: Repointing | None = None
         self._extra_state: list[tuple[nn.Module, Any]] = []
 
-    def is_reusable(self, plan: Plan) -> bool:
-        """Whether this update, made for an earlier version in its slab, also serves for a later one with this plan."""
-        return plan is self._plan and self._pieces is not None
-
     def resolve(self) -> None:
-        plan, model = self._plan, self._model
+        plan, model = self.plan, self._model
         if plan.model.is_stale():
             model.refresh()
-            plan = self._plan = self._renewed_plan()
+            plan = self.plan = self._renewed_plan()
         try:
             found = [mapping[key] for mapping, key in plan.locations]
             fits = have_specs(found, plan.shapes, plan.dtypes)
@@ -132,7 +131,11 @@ class ModelUpdate(Prepared):
                 if problem := model.destination_problem(name, tensor):
                     raise SchemaMismatch(f"{name!r} of the model is {problem}")
         if len(set(addresses)) != len(found):
-            self._check_ties(found)
+            first_at: dict[Any, int] = {}
+            for i, destination in enumerate(found):
+                first = first_at.setdefault(place_of(destination), i)
+                if first != i and (first, i) not in plan.ties:  # tied only since this update was prepared
+                    plan.check_tie(self._sources, first, i)
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
             self._renewed_plan()  # refuse an expanded tensor here, because torch would do so between two writes
         self._to_copy, self._to_repoint, self._to_replace, self._repointing = ([], []), [], [], None
@@ -144,7 +147,7 @@ class ModelUpdate(Prepared):
             self._to_copy = [found[i] for i in last.copied], [sources[i] for i in last.copied]
             self._to_repoint = [(found[i], sources[i]) for i in last.repointed]
         else:
-            self._pieces = None
+            self.pieces = None
             self._resolve_each(found)
             self._to_repoint += model.left_in_slabs(found)
         # The user's code may keep what it gets. The originals may be applied again, or be the trainer's own objects.
@@ -159,7 +162,7 @@ class ModelUpdate(Prepared):
 
     def _renewed_plan(self) -> Plan:
         """The plan of the same tensors for the model as it is now. Raises SchemaMismatch if they do not fit it."""
-        plan = self._plan
+        plan = self.plan
         specs = {n: (d, s) for n, d, s in zip(plan.names, plan.dtypes, plan.shapes, strict=True)}
         specs |= {n: (t.dtype, tuple(t.shape)) for n, t in self._states.items()}
         renewed = self._model.plan(specs, self._values.keys())
@@ -167,26 +170,19 @@ class ModelUpdate(Prepared):
             raise SchemaMismatch("a tensor of the model became extra state, or the reverse, since it was registered")
         return renewed
 
-    def _check_ties(self, found: list[torch.Tensor]) -> None:
-        seen: dict[Any, int] = {}
-        for i, destination in enumerate(found):
-            first = seen.setdefault(place_of(destination), i)
-            if first != i and (first, i) not in self._plan.ties:  # tied only since this update was prepared
-                self._plan.check_tie(self._sources, first, i)
-
     def _resolve_each(self, found: list[torch.Tensor]) -> None:
         """Decide for each tensor whether the update copies to it, gives it other memory, or replaces it.
 
         Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters. Tensors
         of the model that share memory still share it afterwards, and others do not, whatever the sender has tied.
         """
-        inplace, is_module = self._model.inplace, self._plan.model.is_module
-        shared = self._plan.model.shared_storages() if self._slab is not None else set()
+        inplace, is_module = self._model.inplace, self.plan.model.is_module
+        shared = self.plan.model.shared_storages() if self._slab is not None else set()
         replacements: dict[Any, torch.Tensor] = {}  # the new tensor, by the place of the old one in memory
         source_places: dict[int, Any] = {}  # the place that got a source's memory, by the source's id
         repointed: list[int] = []
         copied: list[int] = []
-        tensors = zip(self._plan.locations, found, self._sources, strict=True)
+        tensors = zip(self.plan.locations, found, self._sources, strict=True)
         with normal_tensors():
             for i, ((mapping, key), destination, source) in enumerate(tensors):
                 place = place_of(destination)
@@ -218,7 +214,7 @@ class ModelUpdate(Prepared):
                     self._to_copy[1].append(source)
                     copied.append(i)
         if len(repointed) + len(copied) == len(found):
-            self._repointing = Repointing(self._plan, repointed, copied)
+            self._repointing = Repointing(self.plan, repointed, copied)
 
     def _replace(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(mapping):
@@ -227,8 +223,8 @@ class ModelUpdate(Prepared):
 
     def apply(self) -> None:
         destinations, sources = self._to_copy
-        pieces = self._pieces if destinations else None
-        if pieces is not None and (views := self._plan.memory.lookup(destinations)) is not None:
+        pieces = self.pieces if destinations else None
+        if pieces is not None and (views := self.plan.memory.lookup(destinations)) is not None:
             copy_bytes(views, pieces)
             torch.autograd.graph.increment_version(destinations)
         elif destinations:
@@ -267,10 +263,10 @@ class ModelUpdate(Prepared):
     @property
     def may_repeat(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self._pieces is not None and self._plan.memory.views is not None
+        return self.pieces is not None and self.plan.memory.views is not None
 
     def repeat(self) -> bool:
-        plan, pieces = self._plan, self._pieces
+        plan, pieces = self.plan, self.pieces
         if pieces is None or self._model.may_lie_in_slabs or plan.model.is_stale():
             return False
         try:

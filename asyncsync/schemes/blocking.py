@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
@@ -22,6 +21,7 @@ from asyncsync.bus.carrier import Extracted
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
+from asyncsync.errors import NotConnected
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -255,11 +255,17 @@ class WeightSyncScheme(Scheme):
                 weights = collector.initial_model(self.topic)
         self._check_connect(weights, worker_idx, timeout, processes)
         timeout = max(timeout, self._least_connect_seconds)
-        with nullcontext() if collector is None else collector.watch_start(self.shutdown):
+        try:
             if self.role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
             else:
                 self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
+        except BaseException as error:
+            if collector is not None:
+                self.shutdown()  # this ends the collector's other workers
+                if isinstance(error, NotConnected) and (why := collector.worker_tracebacks()):
+                    raise NotConnected(f"{error}{why}") from error
+            raise
 
     connect.__doc__ = AsyncScheme.connect.__doc__
 
@@ -289,13 +295,13 @@ class WeightSyncScheme(Scheme):
         quorum: int | None = None,
     ) -> None:
         if self._options.get("sync", True):
-            self._send_and_wait(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+            more = {"metadata": metadata, "quorum": quorum}
+            self.run_on_loop(bind_extracted(AsyncScheme.send_async, self, weights, worker_ids, timeout, **more))
         else:
             self.publish(weights, worker_ids, metadata=metadata)
 
     send.__doc__ = AsyncScheme.send_async.__doc__
 
-    _send_and_wait = as_blocking(AsyncScheme.send_async, bind=bind_extracted)
     send_async = for_any_loop(AsyncScheme.send_async)
     publish = as_blocking(AsyncScheme.publish, bind=bind_extracted)
     publish_async = for_any_loop(AsyncScheme.publish)

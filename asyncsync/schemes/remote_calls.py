@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, TypeVar, Unpack
@@ -104,14 +104,14 @@ class _WorkerCalls:
     task: asyncio.Task[None] | None = None  # makes the calls, one at a time
 
 
+@dataclass(eq=False)
 class _BusCalls:
     """The calls that one bus makes; see :class:`asyncsync.bus.carrier.Calls`."""
 
-    def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
-        self._bus = bus
-        self._remotes = remotes
-        self.call = call
-        self._by_worker: dict[int, _WorkerCalls] = {}
+    _bus: BusCore
+    _remotes: Mapping[int, Any]
+    call: Callable[[Call], Awaitable[None]]
+    _by_worker: dict[int, _WorkerCalls] = field(default_factory=dict)
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
         link = self._bus.trainer_link()
@@ -344,7 +344,7 @@ class RPCCore(RemoteCallCore):
         link.act_on_changes()
         if initial is not None:
             deadline = loop.time() + timeout
-            await link.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
+            await link.publish({self.topic: initial}, {self.topic: self.carrier}, None, deadline=deadline)
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:

@@ -8,6 +8,7 @@ the other side. A pickled scheme carries its configuration only. All other state
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 import time
@@ -17,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
-from inspect import signature
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
@@ -39,11 +39,11 @@ from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
-from asyncsync.schemes.sources import Sources, as_tensordict, find_model, is_per_worker, resolve_model
+from asyncsync.schemes.sources import Sources, find_model, is_per_worker, is_plain_dict, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.slab import Slab, copy_flat, cuda_events
-from asyncsync.weights.tree import FlatWeights, Path
+from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
@@ -139,7 +139,7 @@ class Scheme(ABC):
         self._handles: list[Handle] = []  # receiver: the gate's hooks in the model
         self._transport_options: Mapping[str, Any] = {}  # receiver: keywords for create_transport()
         self.reconnects = False
-        self._carrier: Carrier | None = None  # the transport, in the form that the bus uses
+        self.carrier: Any = None  # the Carrier: the transport, in the form that the bus uses; None until there is one
         self.is_registered = False  # sender: connect() has succeeded; receiver: its bus announces this model
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # sender: where it answers workers that ask for its address
@@ -173,7 +173,6 @@ class Scheme(ABC):
         return self._bus
 
     def move_to(self, bus: BusCore) -> None:
-        # Leave the own bus for this one, which other schemes share.
         self._bus, self.has_own_bus = bus, False
 
     @property
@@ -208,7 +207,8 @@ class Scheme(ABC):
         """
         source = self.sources.weights if self.sources.weights is not None else self.model
         if self.role == "sender" and source is not None and not is_per_worker(source):
-            return as_tensordict(copy_flat(self.selection.chosen_weights(flat_weights(self.strategy, source))))
+            flat = copy_flat(self.selection.chosen_weights(flat_weights(self.strategy, source)))
+            return nest(flat.tensors, flat.values)
         return self._bus.read_link(self.held_weights)
 
     def held_weights(self) -> TensorDict | None:
@@ -216,37 +216,42 @@ class Scheme(ABC):
         if isinstance(link, WorkerLink):
             held = link.machine.holdings.updates.get(self.topic)
             return None if held is None else held[2].copy().weights()
-        if isinstance(link, TrainerLink):
-            target = link.end_fast_path().targets.newest(-1, self.topic)
-            return None if target is None else _wait_until_packed(target.slab).copy().weights()
-        return None
+        target = link.end_fast_path().targets.newest(-1, self.topic) if isinstance(link, TrainerLink) else None
+        if target is None:
+            return None
+        deadline = time.monotonic() + 10.0
+        while target.slab.packed < target.slab.nbytes:  # the packing thread fills it within milliseconds
+            if time.monotonic() > deadline:
+                raise WeightSyncError("the weights are still being packed after 10 s")
+            time.sleep(0.0005)
+        return target.slab.copy().weights()
 
     @property
     def sender_transports(self) -> dict[int, Any]:
         """``{worker_idx: transport}``; empty on a receiver. All workers have the same object, unless it is a user's own
         blocking transport."""
-        if self.role != "sender" or self._carrier is None:
+        if self.role != "sender" or self.carrier is None:
             return {}
         link = self._bus.link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, TrainerLink):
             workers = self._bus.read_link(lambda: link.machine.membership.expected())
-        if isinstance(self._carrier, ChannelSender):
-            channels = self._carrier.channels
+        if isinstance(self.carrier, ChannelSender):
+            channels = self.carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
-        return dict.fromkeys(workers, self._carrier)
+        return dict.fromkeys(workers, self.carrier)
 
     @property
     def receiver_transport(self) -> Any:
         """The receiver's transport; None on a sender, and until ``connect`` if ``init_on_receiver`` had no index."""
         if self.role != "receiver":
             return None
-        return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
+        return self.carrier.channel if isinstance(self.carrier, ChannelReceiver) else self.carrier
 
     @property
     def shared_transport(self) -> Any:
         """The transport that serves all workers; None on a receiver, and where each worker has its own transport."""
-        return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
+        return None if self.role != "sender" or isinstance(self.carrier, ChannelSender) else self.carrier
 
     def __repr__(self) -> str:
         about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
@@ -302,9 +307,7 @@ class Scheme(ABC):
     state_dict, load_state_dict = BusCore.state_dict, BusCore.load_state_dict
     closed, status = BusCore.closed, BusCore.status
 
-    def _check_connect(
-        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
-    ) -> None:
+    def _check_connect(self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any]) -> None:
         check_timeout(timeout)
         self._bus.starting_processes = check_processes(processes)
         self._check_open()
@@ -318,7 +321,7 @@ class Scheme(ABC):
     def _check_can_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
         self._check_returns_weights()
-        if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
+        if timeout is not None and self.carrier is not None and not self.carrier.supports_timeout:
             raise ValueError("this transport has no timeouts (supports_timeout is False): call receive() without one")
         self._check_open()
 
@@ -332,7 +335,7 @@ class Scheme(ABC):
         if self.takes:
             raise RuntimeError("a receiver with apply='on_take' does not receive: take() lends each version")
 
-    def _check_not_holding(self, timeout: float | None = None) -> None:
+    def _check_not_holding(self, timeout: float | None) -> None:
         """Refuse a wait that the caller's own hold would keep from ending. Runs in the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
@@ -425,9 +428,9 @@ class Scheme(ABC):
         self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local_names})
         self._meeting_waits, self._handles = {}, []
         if role == "sender":
-            self._carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
+            self.carrier = make_sender(self._create_bound_transport, self._bus.num_workers)
         elif self._worker_idx is not None:
-            self._carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
+            self.carrier = make_receiver(self._create_bound_transport(self._worker_idx, **self._transport_options))
         if self._bus.link is None:  # replace an earlier conversion of the same scheme
             self._bus.schemes.pop(self.topic, None)
         self._bus.join(self, role, self.topic)
@@ -482,7 +485,7 @@ class Scheme(ABC):
         self._reset()
         self.role, self.pid = "sender", os.getpid()
         self.topic, self._context = model_id or "", context
-        self._devices, self.sources, self._carrier = chosen, sources, transport
+        self._devices, self.sources, self.carrier = chosen, sources, transport
 
     @checked()
     def init_on_receiver(
@@ -534,8 +537,8 @@ class Scheme(ABC):
                 scripted module, or one whose ``forward`` is a coroutine function or a generator.
             RuntimeError: this scheme is connected already, or is the sender.
         """
-        others = kwargs.keys() - signature(self.create_transport).parameters.keys()
-        ours = signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
+        others = kwargs.keys() - inspect.signature(self.create_transport).parameters.keys()
+        ours = inspect.signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
         refuse_misspelt(f"{type(self).__name__}.init_on_receiver", others, ours)
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
@@ -600,7 +603,7 @@ class Scheme(ABC):
         self.reconnects = reconnect
         self.role, self.pid = "receiver", os.getpid()
         self.topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self.binding, self._make_binding, self._carrier = binding, make_binding, transport
+        self.binding, self._make_binding, self.carrier = binding, make_binding, transport
         self._gated, self._has_hooks, self._is_manual = gated, has_hooks, apply == "on_receive"
         self.takes, self._is_anonymous = apply == "on_take", anonymous
         self._transport_options = kwargs
@@ -680,15 +683,15 @@ class Scheme(ABC):
             return
         assert self.binding is not None
         self._worker_idx = worker = self._resolve_worker_idx(worker_idx)
-        if self._carrier is None:
-            self._carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
+        if self.carrier is None:
+            self.carrier = make_receiver(self._create_bound_transport(worker, **self._transport_options))
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
         self._attach_gate(link)
         link.register(
-            self.topic, self.binding, self._carrier, manual=self._is_manual, takes=self.takes, context=self._context
+            self.topic, self.binding, self.carrier, manual=self._is_manual, takes=self.takes, context=self._context
         )
-        self._carrier.start_channel(worker)
+        self.carrier.start_channel(worker)
         self.is_registered = True
 
     def _resolve_worker_idx(self, worker_idx: int | None) -> int:
@@ -709,15 +712,14 @@ class Scheme(ABC):
         start = asyncio.get_running_loop().time()
         await self._host_meeting_place(timeout)
         link = self._bus.open_trainer()
-        transport = self.carrier()
-        transport.start_channel(None)
-        await transport.channel_ready(timeout)
+        self.carrier.start_channel(None)
+        await self.carrier.channel_ready(timeout)
         version = None
         if initial is not None:
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publish(
-                    {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
+                    {self.topic: initial}, {self.topic: self.carrier}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
@@ -733,19 +735,15 @@ class Scheme(ABC):
         self.register_receiver(worker_idx)
         link = self._bus.worker_link()
         await link.wait_connected(self.topic, timeout, deadline)
-        await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
+        await self.carrier.channel_ready(max(0.0, deadline - link.loop.time()))
         if not self._has_connected:  # the initial weights count as returned, later updates do not
             self._has_connected, self.last_returned = True, link.mark(self.topic)
-
-    def carrier(self) -> Carrier:
-        assert self._carrier is not None
-        return self._carrier
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def extract_at_once(self, weights: Any) -> FlatWeights | None:
-        # The result of extract_source for all workers, without awaiting, if the source is a plain module (or was
-        # extracted already); else None.
+        # The current values of the selected weights, if the source is a plain module (or was extracted already), so
+        # that nothing is to be awaited; else None.
         if isinstance(weights, Extracted):
             return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
@@ -758,16 +756,42 @@ class Scheme(ABC):
         return self.selection.chosen_weights(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        # Read the current values of the selected weights of the source. Runs in the caller's thread.
-        hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
-        count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.chosen_weights
-        found = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
-        return part(found) if isinstance(found, FlatWeights) else {w: part(each) for w, each in found.items()}
+        # The same for any source: once for all workers, or each worker's own, by its index. workers: only for these;
+        # None: for all that have any. Runs in the caller's thread.
+        sources, choose = self.sources, self.selection.chosen_weights
+        weights = sources.given(weights, workers, self._bus.num_workers)
+        if is_per_worker(weights):
+            each = {worker: await self._flat(given) for worker, given in weights.items()}
+            plain = sorted(worker for worker, given in weights.items() if is_plain_dict(given))
+            if plain and not sources.is_params_map:
+                sources.check_integer_keys(plain, each, self._known_keys())
+        else:
+            flat = await self._flat(weights)
+            if sources.device_map_fn is None:
+                flat.ready = cuda_events(flat)
+                return choose(flat)
+            shared = nest(flat.tensors, flat.values)
+            chosen = range(self._bus.num_workers or 0) if workers is None else workers
+            each = {worker: flatten(sources.device_map_fn(worker, shared)) for worker in chosen}
+        for flat in each.values():  # the values are there when the caller's current streams reach these events
+            flat.ready = cuda_events(flat)
+        return {worker: choose(flat) for worker, flat in each.items()}
 
-    def _keys_sent(self) -> set[Path] | None:
-        link = self._bus.link
-        layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
-        return None if layout is None else set(layout.paths)
+    async def _flat(self, weights: Any) -> FlatWeights:
+        model_id, context = self.sources.model_id, self.sources.context
+        if type(self).prepare_weights is Scheme.prepare_weights:
+            return flat_weights(self.strategy, self.sources.resolve(weights, model_id, context))
+        prepared = self.prepare_weights(weights, model_id, self.strategy, context)
+        return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
+
+    def _known_keys(self) -> set[Path]:
+        """The keys that were sent last, or else are registered; empty: neither is known."""
+        link, registered = self._bus.link, self.sources.registered
+        if isinstance(link, TrainerLink) and (layout := link.latest_layout(self.topic)) is not None:
+            return set(layout.paths)
+        if registered is None or is_per_worker(registered) or type(self).prepare_weights is not Scheme.prepare_weights:
+            return set()
+        return flat_weights(self.strategy, registered).keys()
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -860,8 +884,8 @@ class Scheme(ABC):
             call_soon(loop, partial(self._end_wait, limit))
         if self._place is not None:
             await self._place.close()
-        if self._carrier is not None:
-            await self._carrier.close_within(timeout)
+        if self.carrier is not None:
+            await self.carrier.close_within(timeout)
 
 
 def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any) -> Binding:
@@ -871,13 +895,3 @@ def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any
     if has_hooks and isinstance(model, nn.Module):
         check_calls(model, has_gated_methods=bool(gated))
     return binding
-
-
-def _wait_until_packed(slab: Slab) -> Slab:
-    """Wait until the packing thread has filled this slab, which takes milliseconds."""
-    deadline = time.monotonic() + 10.0
-    while slab.packed < slab.nbytes:
-        if time.monotonic() > deadline:
-            raise WeightSyncError("the weights are still being packed after 10 s")
-        time.sleep(0.0005)
-    return slab

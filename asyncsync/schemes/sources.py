@@ -3,19 +3,16 @@ method ``get_model(model_id)``, or has its models under attribute paths such as 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.schemes.torchrl import TorchRLContext
-from asyncsync.weights.slab import cuda_events
-from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
+from asyncsync.weights.tree import FlatWeights, Path
 
 logger = logging.getLogger("asyncsync")
 
@@ -24,9 +21,6 @@ _STEP = re.compile(
       | \[(?P<quote>['"])(?P<key>.*?)(?P=quote)\] | \[(?P<bare>[^\]]+)\]""",
     re.VERBOSE,
 )
-
-PrepareWeights = Callable[[Any, str | None, WeightStrategy, Any], Any]
-"""A user's own ``prepare_weights``."""
 
 
 class Sources:
@@ -46,7 +40,7 @@ class Sources:
         given = [n for n, v in (("params_map", params_map), ("weights", weights), ("model", model)) if v is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one source of weights")
-        if is_per_worker(weights) and any(map(_is_plain_dict, weights.values())):
+        if is_per_worker(weights) and any(map(is_plain_dict, weights.values())):
             raise ValueError(
                 f"weights has the keys {sorted(weights)}: pass {{worker_idx: weights}} as params_map; one dict for all "
                 "workers must have strings as keys"
@@ -55,8 +49,8 @@ class Sources:
         self.weights = weights if params_map is None else dict(params_map)
         self.registered = self.weights if model is None else model
         self.device_map_fn = device_map_fn
-        self._is_params_map = params_map is not None
-        self._model_id = model_id
+        self.is_params_map = params_map is not None
+        self.model_id = model_id
         self.context = context
 
     def count_workers(self, num_workers: int | None, devices: Sequence[Any] | None, known: int | None) -> int | None:
@@ -64,7 +58,7 @@ class Sources:
         ``known``: the number that the bus has already. Raises ValueError if the arguments contradict each other."""
         if self.device_map_fn is not None and devices is not None:
             raise ValueError("devices and device_map_fn exclude each other")
-        params_map = self.weights if self._is_params_map else None
+        params_map = self.weights if self.is_params_map else None
         for name, entries in (("devices", devices), ("params_map", params_map)):
             if entries is not None:
                 if num_workers not in (None, len(entries)):
@@ -84,7 +78,7 @@ class Sources:
             return True
         if hasattr(self.context, "get_model") and not isinstance(self.context, TorchRLContext):
             return True
-        return find_model(self.context, self._model_id) is not None
+        return find_model(self.context, self.model_id) is not None
 
     def resolve(self, weights: Any, model_id: str | None, context: Any) -> Any:
         """The source that an argument names: None names the registered source or the context's model, a string a path
@@ -105,66 +99,30 @@ class Sources:
             )
         return weights
 
-    async def extract(
-        self,
-        weights: Any,
-        strategy: WeightStrategy,
-        hook: PrepareWeights | None,
-        workers: list[int] | None,
-        count: int | None,
-        keys_sent: Callable[[], set[Path] | None],
-    ) -> FlatWeights | dict[int, FlatWeights]:
-        """The current values of the source that an argument names, flattened: once for all workers, or each worker's
-        own, by its index. ``workers``: only for these; None: for all that have any. ``count``: the number of workers;
-        None: it is not fixed. ``keys_sent`` returns the keys that were sent last, or None before the first publication.
-        Runs in the caller's thread."""
+    def given(self, weights: Any, workers: list[int] | None, count: int | None) -> Any:
+        """The argument ``weights`` of a call for these ``workers``, or the registered dict if it is None; of weights
+        for single workers, only those. ``count``: how many workers there are, if that is fixed. Raises ValueError if
+        the argument has weights for single workers, but not for these."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
             if workers is not None and is_per_worker(weights):
                 weights = {worker: given for worker, given in weights.items() if worker in workers}
-        if is_per_worker(weights):
-            if wrong := [
-                worker
-                for worker in weights
-                if worker < 0
-                or (count is not None and worker >= count)
-                or (workers is not None and worker not in workers)
-            ]:
-                raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
-            if without := sorted(set(workers or ()) - weights.keys()):
-                raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
-            each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
-            plain = [] if self._is_params_map else sorted(w for w, given in weights.items() if _is_plain_dict(given))
-            if plain:
-                known = keys_sent()
-                if known is None and hook is None and not is_per_worker(self.registered):
-                    known = None if self.registered is None else flat_weights(strategy, self.registered).keys()
-                self._check_integer_keys(plain, each, known or set())
-        else:
-            flat = await self._flat(weights, strategy, hook)
-            if self.device_map_fn is None:
-                flat.ready = cuda_events(flat)
-                return flat
-            shared = as_tensordict(flat)
-            chosen = range(count or 0) if workers is None else workers
-            each = {worker: flatten(self.device_map_fn(worker, shared)) for worker in chosen}
-        for flat in each.values():  # the values are there when the caller's current streams reach these events
-            flat.ready = cuda_events(flat)
-        return each
+        if not is_per_worker(weights):
+            return weights
+        known = range(max(weights) + 1 if count is None else count)
+        if wrong := [w for w in weights if w not in known or (workers is not None and w not in workers)]:
+            raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+        if without := sorted(set(workers or ()) - weights.keys()):
+            raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
+        return weights
 
-    async def _flat(self, weights: Any, strategy: WeightStrategy, hook: PrepareWeights | None) -> FlatWeights:
-        if hook is None:
-            return flat_weights(strategy, self.resolve(weights, self._model_id, self.context))
-        prepared = hook(weights, self._model_id, strategy, self.context)
-        return flatten(await prepared if inspect.isawaitable(prepared) else prepared)
-
-    def _check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
+    def check_integer_keys(self, plain: list[int], flat: Mapping[int, FlatWeights], known: set[Path]) -> None:
         """Raise ValueError if one of the ``plain`` dicts has no key of this model: what looks like ``{worker_idx:
         weights}`` may be one dict with integer keys then, such as an optimiser's state."""
         if wrong := [worker for worker in plain if known.isdisjoint(flat[worker].keys())]:
             raise ValueError(
                 f"weights has the keys {sorted(flat)}: is it {{worker_idx: weights}}, or one dict, such as an "
-                f"optimiser's state? The dicts under {wrong} have no key in common with {self._model_id!r} as it was "
+                f"optimiser's state? The dicts under {wrong} have no key in common with {self.model_id!r} as it was "
                 "sent or registered. To send each worker its own weights, pass modules, TensorDicts, or params_map= of "
                 "init_on_sender(). To send one dict to all workers, use strings as its keys"
             )
@@ -172,16 +130,12 @@ class Sources:
 
 def is_per_worker(weights: Any) -> bool:
     """Whether these are ``{worker_idx: weights}``."""
-    return _is_plain_dict(weights) and len(weights) > 0 and all(isinstance(key, int) for key in weights)
+    return is_plain_dict(weights) and len(weights) > 0 and all(isinstance(key, int) for key in weights)
 
 
-def _is_plain_dict(weights: Any) -> bool:
+def is_plain_dict(weights: Any) -> bool:
     """Whether this is a mapping, but neither a module nor a TensorDict."""
     return isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase | nn.Module)
-
-
-def as_tensordict(flat: FlatWeights) -> TensorDict:
-    return nest(flat.tensors, flat.values)
 
 
 # -- contexts ---------------------------------------------------------------------------------------------------------

@@ -91,10 +91,10 @@ class Taking:
         return self._lent
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.give_back(error)
+        await self.give_back(error)
 
-    def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
-        # Runs on the loop. It awaits nothing, so no cancellation can interrupt it.
+    async def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
+        # It awaits nothing, so no cancellation can interrupt it.
         taken, self._taken = self._taken, None
         if taken is None:
             return
@@ -133,7 +133,4 @@ class BlockingTaking:
             raise
 
     def _give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
-        async def give_back() -> None:
-            self._taking.give_back(error, unused=unused)
-
-        self._scheme.end_on_loop(give_back)
+        self._scheme.end_on_loop(partial(self._taking.give_back, error, unused=unused))

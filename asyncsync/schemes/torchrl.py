@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NoReturn
 
 from torch import nn
-
-from asyncsync.errors import NotConnected
 
 # The least timeout of connect(): TorchRL's workers construct their environments first, for which it sets no limit. (If
 # a worker's process ends, connect() notices at once.)
@@ -108,19 +105,8 @@ class TorchRLContext:
         """The processes of the collector's workers; empty if it has none."""
         return tuple(getattr(self.target, "procs", ()))
 
-    @contextmanager
-    def watch_start(self, shutdown: Callable[[], None]) -> Iterator[None]:
-        """A block in which workers connect. If it raises, call ``shutdown``, which ends the other workers; a
-        NotConnected error gets the tracebacks of workers, which TorchRL would only read later."""
-        try:
-            yield
-        except BaseException as error:
-            shutdown()
-            if isinstance(error, NotConnected) and (why := self._worker_tracebacks()):
-                raise NotConnected(f"{error}{why}") from error
-            raise
-
-    def _worker_tracebacks(self) -> str:
+    def worker_tracebacks(self) -> str:
+        """What workers that have ended report, which TorchRL would only read later."""
         found = ""
         for worker, (process, pipe) in enumerate(zip(self.processes, getattr(self.target, "pipes", ()), strict=False)):
             if process.exitcode is None:

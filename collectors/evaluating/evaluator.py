@@ -44,9 +44,9 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import WorkThread, until_done
 from asyncsync.schemes.blocking import run_without_waiting
-from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.slab import copy_flat
+from asyncsync.weights.tree import nest
 
 logger = logging.getLogger("asyncsync")
 
@@ -344,7 +344,8 @@ class Evaluator(Lifetime):
     @staticmethod
     def extract_weights(policy: Any) -> TensorDictBase:
         """A copy on the CPU of the weights of a module, TensorDict or (state) dict, which training does not change."""
-        return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
+        flat = copy_flat(flat_weights(WeightStrategy(), policy))
+        return nest(flat.tensors, flat.values).cpu()
 
     def _request(
         self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, *, is_awaited: bool

@@ -19,9 +19,10 @@ import zmq.asyncio
 import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
-import asyncsync.schemes.sources
+import asyncsync.schemes.scheme
 import asyncsync.schemes.taking
 import asyncsync.weights.encoding
+import asyncsync.weights.packing
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
@@ -212,13 +213,13 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], An
 
 def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], None]) -> None:
     """``note`` is called with the tensors whose devices' work a publication waits for, in the thread that asks."""
-    original = asyncsync.schemes.sources.cuda_events
+    original = asyncsync.weights.packing.cuda_events
 
     def noting(flat: Any) -> Any:
         note(dict(flat.tensors))
         return original(flat)
 
-    monkeypatch.setattr(asyncsync.schemes.sources, "cuda_events", noting)
+    monkeypatch.setattr(asyncsync.schemes.scheme, "cuda_events", noting)
 
 
 # -- other limits

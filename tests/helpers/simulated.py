@@ -434,11 +434,11 @@ class WorkerProcess(Memory):
         model, part = steady
         held = machine.holdings.updates.get(model)
         newest, binding = held[2], machine.models[model]
-        prepared = binding.cached(newest)
+        prepared = binding.reusable.get(newest)
         if prepared is None or not prepared.may_repeat or newest.leased:
             return
         slab = machine.pool.acquire(newest.layout)
-        if Binding.prepare(binding, slab) is not binding.cached(slab):
+        if Binding.prepare(binding, slab) is not binding.reusable.get(slab):
             slab.release()
             return
         gate: Any = SimulatedGate(self)

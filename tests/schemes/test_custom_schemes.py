@@ -103,7 +103,7 @@ async def test_a_users_scheme_and_transport_work_outside_collectors(api: Api, wi
         assert read(model) == {8}
         await late.shutdown()
     assert os.listdir(tmp_path) == [], "everything is retired at the end"
-    assert all(s._carrier.closed for s in (sender, *receivers))
+    assert all(s.carrier.closed for s in (sender, *receivers))
 
 
 @pytest.mark.requirement(199)

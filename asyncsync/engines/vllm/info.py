@@ -16,38 +16,33 @@ MAX_EPOCH = 40
 MAX_SECONDS = 3600.0
 
 
-def _text(value: Any) -> str:
-    return "" if isinstance(value, str) and 0 < len(value) <= 4096 else "a text"
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 4096
 
 
-def _epoch(value: Any) -> str:
-    return "" if not _text(value) and len(value) <= MAX_EPOCH else f"the sender's epoch, of at most {MAX_EPOCH} letters"
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 1 << 62
 
 
-def _number(least: int) -> Callable[[Any], str]:
-    return lambda value: "" if type(value) is int and least <= value < 1 << 62 else f"a whole number from {least}"
-
-
-def _seconds(value: Any) -> str:
+def _is_duration(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return "" if is_number and 0 < value <= MAX_SECONDS else f"seconds, more than 0 and at most {MAX_SECONDS:g}"
+    return is_number and 0 < value <= MAX_SECONDS
 
 
-def _scheme(value: Any) -> str:
-    return "" if value in SCHEMES else f"one of {', '.join(SCHEMES)}"
-
-
-# A check returns what a wrong value should be, and "" for a right one. None passes if it is the field's default.
-CHECKS: dict[str, Callable[[Any], str]] = {
-    "endpoint": _text,
-    "scheme": _scheme,
-    "model_id": _text,
-    "first_worker": _number(0),
-    "server_key": _text,
-    "client_key": _text,
-    "timeout": _seconds,
-    "version": _number(1),
-    "epoch": _epoch,
+# For each field, what it should be, and whether a value is that. None passes if it is the field's default.
+CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "endpoint": ("a text", _is_text),
+    "scheme": (f"one of {', '.join(SCHEMES)}", SCHEMES.__contains__),
+    "model_id": ("a text", _is_text),
+    "first_worker": ("a whole number from 0", lambda value: _is_whole(value, 0)),
+    "server_key": ("a text", _is_text),
+    "client_key": ("a text", _is_text),
+    "timeout": (f"seconds, more than 0 and at most {MAX_SECONDS:g}", _is_duration),
+    "version": ("a whole number from 1", lambda value: _is_whole(value, 1)),
+    "epoch": (
+        f"the sender's epoch, of at most {MAX_EPOCH} letters",
+        lambda value: _is_text(value) and len(value) <= MAX_EPOCH,
+    ),
 }
 
 
@@ -65,8 +60,8 @@ class Info:
         if missing := [name for name, default in known.items() if default is MISSING and name not in values]:
             raise ValueError(f"{cls.__name__} lacks {missing[0]!r}")
         for name, value in values.items():
-            wanted = "" if value is None and known[name] is None else CHECKS[name](value)
-            if wanted:
+            wanted, fits = CHECKS[name]
+            if not (value is None and known[name] is None) and not fits(value):
                 raise ValueError(f"{name} of {cls.__name__} must be {wanted}, not {value!r:.80}")
         return cls(**values)
 

@@ -90,7 +90,10 @@ class Ranks:
 
     def _exchange(self, store: Store, key: str, text: str, deadline: float) -> dict[int, str]:
         store.set(f"{key}{self.rank}", text[:MAX_TEXT])
-        self._delete_old_keys(store)
+        while self._keys[0][0] < self._call - KEPT_CALLS:
+            _, old = self._keys.popleft()
+            for name in (self.rank, "verdict") if self.rank == 0 else (self.rank,):
+                store.delete_key(f"{old}{name}")
         keys = {rank: f"{key}{rank}" for rank in range(self.size)}
         pause = 0.001
         while not store.check([*keys.values()]) and time.monotonic() < deadline:
@@ -106,9 +109,3 @@ class Ranks:
             problems = {self.rank: "it was late"}
         verdict = store.compare_set(f"{key}verdict", "", json.dumps(problems))
         return {int(rank): text for rank, text in json.loads(verdict).items()}
-
-    def _delete_old_keys(self, store: Store) -> None:
-        while self._keys[0][0] < self._call - KEPT_CALLS:
-            _, key = self._keys.popleft()
-            for name in (self.rank, "verdict") if self.rank == 0 else (self.rank,):
-                store.delete_key(f"{key}{name}")
