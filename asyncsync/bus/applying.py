@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDict
-
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
 from asyncsync.bus.status import WorkerObserver
@@ -24,7 +22,7 @@ from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.rendezvous import SenderConnection
 from asyncsync.protocol.holdings import Acting, Staging, Taken
 from asyncsync.protocol.worker import Worker
-from asyncsync.runtime.threads import WorkThread, as_exception
+from asyncsync.runtime.threads import WorkThread, as_exception, call_soon
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch, epoch_text
 
@@ -82,12 +80,6 @@ class Applying(Link):
         """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
         return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
 
-    def stop_applying(self) -> None:
-        self.cascade.close()
-        for timer in (self._gate_timer, self._cleaning):
-            if timer is not None:
-                timer.cancel()
-
     def _offer_to_gate(self) -> None:
         if self.cascade.task is not None or self.closed or self.machine.leaving:
             return
@@ -96,7 +88,7 @@ class Applying(Link):
             return
         self._offered = offered
         later = partial(self._report_results_on_loop, offered)
-        update = Writer(partial(self._apply_all, offered), lambda error: self.call_from_thread(later))
+        update = Writer(partial(self._apply_all, offered), lambda error: call_soon(self.loop, later))
         if self.gate.try_apply(update):
             self._report_results(offered)
             return
@@ -136,40 +128,41 @@ class Applying(Link):
                         self.show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def _report_results(self, offered: list[Staging]) -> None:
-        """The gate has finished these updates: report each, after it was passed on to the workers below, if any."""
+    def _report_results(
+        self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
+    ) -> None:
+        """The gate has finished these updates: report each, after it was passed on to the workers below, if any.
+        ``passed_on`` was passed on just now, or that has failed."""
         if self._offered is offered:
             self._offered = []
         for staging in offered:
-            if staging.seen_by_loop or staging.abandoned:
+            error = staging.error
+            if staging is passed_on:
+                error = failure
+            elif staging.seen_by_loop or staging.abandoned:
                 continue
-            staging.seen_by_loop = True
-            if staging.error is None and self.cascade.applies_to(staging.parts):
+            elif error is None and self.cascade.applies_to(staging.parts):
                 # Nothing newer goes through the gate until the workers below have this update.
+                staging.seen_by_loop = True
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
                 self.cascade.begin(slabs, partial(self._report_results_on_loop, offered, staging))
                 return
-            self._report_result(staging, staging.error)
+            staging.seen_by_loop = True
+            if self.observer.has_listeners:
+                self.observer.finished(staging, error)
+            if error is not None:
+                self.machine.failed(staging, error)
+            else:
+                self.machine.applied(staging)
+                self._clean_soon(staging)
 
     def _report_results_on_loop(
         self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
     ) -> None:
-        """A callback of the loop: :meth:`_report_results`, after the cascade has passed one update on, if it has."""
         with self.guard():
-            if passed_on is not None:
-                self._report_result(passed_on, failure)
-            self._report_results(offered)
+            self._report_results(offered, passed_on, failure)
             if not self.closed:
                 self.act_on_changes()
-
-    def _report_result(self, staging: Staging, error: Exception | None) -> None:
-        if self.observer.has_listeners:
-            self.observer.finished(staging, error)
-        if error is not None:
-            self.machine.failed(staging, error)
-            return
-        self.machine.applied(staging)
-        self._clean_soon(staging)
 
     def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
@@ -221,9 +214,9 @@ class Applying(Link):
             is_later_epoch = epoch is not None and epoch > now
             if not is_later_epoch and (never := machine.why_not_taken(model_id, version)) is not None:
                 raise never
-            self._check_ended()
+            _raise_again(session.ended)
             if not is_later_epoch:
-                self._check_refused(model_id)
+                _raise_again(session.refused.get(model_id))
             return False
 
         machine.check_again(model_id, self.loop.time())
@@ -236,7 +229,7 @@ class Applying(Link):
             )
         taken = machine.take(model_id, version)
         if self.observer.has_listeners:
-            self.observer.taken(taken.staging)
+            self.observer.emit("update.taken", self.observer.traces.get(taken.staging.serial))
         return taken
 
     def give_back(self, taken: Taken, error: BaseException | None, *, unused: bool = False) -> None:
@@ -324,14 +317,6 @@ class Applying(Link):
             return here
         raise ClosedError("this scheme was shut down")
 
-    def _check_ended(self) -> None:
-        if (ended := self.machine.session.ended) is not None:
-            raise _copy_of(ended)
-
-    def _check_refused(self, model_id: str) -> None:
-        if (refusal := self.machine.session.refused.get(model_id)) is not None:
-            raise _copy_of(refusal)
-
     def _check_failed(self, model_id: str, version: int = 0) -> None:
         failed, error, where = self.machine.holdings.error.get(model_id, (-1, None, None))
         if error is not None and failed >= version:
@@ -341,16 +326,16 @@ class Applying(Link):
         """Whether a model holds this version, or a newer one. Raises the reason if it never will."""
         if self.machine.holdings.version(model_id) >= version:
             return True
-        self._check_ended()
-        self._check_refused(model_id)
+        session = self.machine.session
+        _raise_again(session.ended)
+        _raise_again(session.refused.get(model_id))
         self._check_failed(model_id, version)
         return False
 
     def _has_applied_served(self, model_id: str, version: int) -> bool:
         """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout. The
         caller checks whether the session has ended."""
-        if (mismatch := self.machine.session.mismatch(model_id)) is not None:
-            raise _copy_of(mismatch)
+        _raise_again(self.machine.session.mismatch(model_id))
         if self.machine.holdings.version(model_id) >= version:
             return True
         self._check_failed(model_id, version)
@@ -382,19 +367,19 @@ class Applying(Link):
             self._registered([model_id])
             # If this worker has refused the weights, the trainer may have withdrawn them by now, or have left.
             if not machine.holdings.version(model_id):
-                self._check_refused(model_id)
+                _raise_again(session.refused.get(model_id))
             if machine.is_connected(model_id):
                 return True
-            self._check_ended()
-            self._check_refused(model_id)
+            _raise_again(session.ended)
+            _raise_again(session.refused.get(model_id))
             if not machine.takes:  # the user's code can take a version again after it has failed
                 self._check_failed(model_id)
             return False
 
         if model_id not in session.refused or machine.holdings.version(model_id):
-            self._check_ended()
+            _raise_again(session.ended)
         machine.check_again(model_id, self.loop.time())
-        self._check_refused(model_id)  # the layout that did not fit before does not fit now, either
+        _raise_again(session.refused.get(model_id))  # the layout that did not fit before does not fit now, either
         in_time = await self._wait_receiving(is_connected, deadline - self.loop.time(), model_id)
         if in_time and machine.takes:
             ask = partial(session.request, root=True)
@@ -419,7 +404,7 @@ class Applying(Link):
             if mark is not None and (after is None or mark > after):
                 return True
             self._registered([model_id])
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         return self.mark(model_id) if await self._wait_receiving(is_newer, timeout, model_id) else None
@@ -432,7 +417,7 @@ class Applying(Link):
 
         def is_current() -> bool:
             self._registered([model_id])
-            self._check_ended()
+            _raise_again(session.ended)
             target = machine.targets.get(model_id, 0)
             return session.answered(first) and self._has_applied_served(model_id, target) and target > 0
 
@@ -470,7 +455,7 @@ class Applying(Link):
             lacking = [m for m in due if m in here and not self._has_applied(m, version)]
             if due and not lacking:
                 return True
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         if not await self.wait(are_applied, timeout):
@@ -489,7 +474,7 @@ class Applying(Link):
         first, epoch = ask(), session.epoch
 
         def is_near() -> bool:
-            self._check_ended()
+            _raise_again(session.ended)
             if session.epoch != epoch:
                 return True  # another trainer, which has its own versions: ask that one
             if not needed and session.answered(first, root=True):
@@ -517,7 +502,7 @@ class Applying(Link):
         def has_acted() -> bool:
             if self.newest_shown(models).origin >= version:
                 return True
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         if not await self.wait(has_acted, timeout):
@@ -539,16 +524,18 @@ class Applying(Link):
                 self.act_on_changes()  # the trainer may be waiting for it
 
 
-def _copy_of(error: WeightSyncError) -> WeightSyncError:
-    """A fresh exception with the same message, because raising one object in several places piles up tracebacks."""
-    return type(error)(*error.args)
+def _raise_again(error: WeightSyncError | None) -> None:
+    """Raise a fresh exception with this one's message, because raising one object in several places piles up
+    tracebacks. None: do nothing."""
+    if error is not None:
+        raise type(error)(*error.args)
 
 
 class Cascade:
     """Passes updates on to the contexts of a worker's models. While ``task`` is not None, it passes one update on.
 
     An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
-    another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
+    another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
     """
 
     def __init__(self) -> None:
@@ -581,29 +568,16 @@ class Cascade:
         failure: Exception | None = None
         try:
             for context in self._active_contexts(slabs):
-                await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
+                own = {m: slab for m, slab in slabs.items() if self._contexts.get(m) is context}
+                result = await self._thread.submit(partial(_call, context.update_policy_weights_, own))
+                if inspect.isawaitable(result):
+                    await result
         except BaseException as error:
             if self._closed:
                 raise
             failure = as_exception(error)  # a CancelledError came from the user's code, because close() was not called
         self.task = None
         then(failure)
-
-    async def _pass_on(self, context: Any, slabs: Mapping[str, Slab]) -> None:
-        function = context.update_policy_weights_
-        if inspect.iscoroutinefunction(function):
-            await _call(function, await self._thread.submit(lambda: _copies(slabs)))
-            return
-
-        def call() -> Any:
-            try:
-                return _call(function, _copies(slabs))
-            except BaseException as error:
-                raise as_exception(error)  # noqa: B904 - it has its cause
-
-        result = await self._thread.submit(call)
-        if inspect.isawaitable(result):  # an ordinary function that returns a coroutine
-            await result
 
     def close(self) -> None:
         """Cancel the task. The thread ends when the user's code returns; this does not wait for it."""
@@ -613,12 +587,12 @@ class Cascade:
         self._thread.abandon()
 
 
-def _copies(slabs: Mapping[str, Slab]) -> dict[str, TensorDict]:
-    return {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
-
-
-def _call(function: Any, weights: dict[str, TensorDict]) -> Any:
-    if len(weights) > 1:
-        return function(weights_dict=weights)
-    [(model_id, only)] = weights.items()
-    return function(only, model_id=model_id)
+def _call(function: Any, slabs: Mapping[str, Slab]) -> Any:
+    try:
+        weights = {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
+        if len(weights) > 1:
+            return function(weights_dict=weights)
+        [(model_id, only)] = weights.items()
+        return function(only, model_id=model_id)
+    except BaseException as error:
+        raise as_exception(error)  # noqa: B904 - it has its cause

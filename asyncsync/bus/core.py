@@ -30,7 +30,7 @@ from asyncsync.arguments import (
 )
 from asyncsync.bus.carrier import Calls, Extracted, Member, Source
 from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
-from asyncsync.bus.status import BusStatus
+from asyncsync.bus.status import DROPPED, BusStatus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.verifying import Differences
 from asyncsync.bus.worker import WorkerLink
@@ -546,7 +546,7 @@ class BusCore:
         link = self.trainer_link()
         machine = link.end_fast_path()
         machine.check_staged(version)
-        link.observe_staged_drop()
+        link.observer.end(version, DROPPED)
         machine.drop()
         link.act_on_changes()
 

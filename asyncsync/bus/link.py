@@ -20,12 +20,12 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.status import link_metrics
+from asyncsync.bus.status import by_label, counter
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import DESCRIPTORS_PER_LINK, descriptor_shortage
 from asyncsync.net.zmq_private import Context
-from asyncsync.runtime.threads import WorkThread, call_soon, finish
+from asyncsync.runtime.threads import WorkThread, finish
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -97,11 +97,19 @@ class Link(ABC):
         For this, an asynchronous generator is begun. ``loop.shutdown_asyncgens()`` closes it after all tasks were
         cancelled, and while the loop still runs.
         """
-        at_loop_end = _shut_down_at_loop_end(self, shutdown)
-        assert isinstance(at_loop_end, AsyncGeneratorType)
-        self._at_loop_end = at_loop_end
+
+        async def at_loop_end() -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    await (shutdown() or self.shutdown)()
+
+        generator = at_loop_end()
+        assert isinstance(generator, AsyncGeneratorType)
+        self._at_loop_end = generator
         with suppress(StopIteration):
-            self._at_loop_end.__anext__().send(None)
+            generator.__anext__().send(None)
 
     def __del__(self) -> None:
         if self._at_exit is not None and not self.closed and not self.is_inherited:
@@ -134,7 +142,10 @@ class Link(ABC):
         """Send BYE, close the sockets and release the slabs. Idempotent."""
 
     def collect_metrics(self) -> list[Metric]:
-        return link_metrics(self.dropped, self.stalled_seconds)
+        return [
+            counter("dropped_messages", "Messages that were dropped.", by_label(self.dropped), ("reason",)),
+            counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): self.stalled_seconds}),
+        ]
 
     @abstractmethod
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
@@ -229,10 +240,6 @@ class Link(ABC):
                 if is_over:
                     waiter.set_result(None)
 
-    def call_from_thread(self, function: Callable[[], object]) -> None:
-        """From any thread: have the event loop call this. If the loop is closed, do nothing: no coroutine waits."""
-        call_soon(self.loop, function)
-
     async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
         """Run a function: at once if it touches few bytes, else in the work thread, to its end even if cancelled."""
         if nbytes <= INLINE_BYTES:
@@ -281,14 +288,6 @@ _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-async def _shut_down_at_loop_end(link: Link, shutdown: Shutdown) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        if not link.closed:
-            await (shutdown() or link.shutdown)()
 
 
 def _shut_down_all() -> None:

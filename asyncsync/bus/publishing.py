@@ -21,13 +21,13 @@ import torch
 from asyncsync.bus.carrier import Carrier, Member, Source
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.link import INLINE_BYTES, FairLock, Link
-from asyncsync.bus.status import Trace, TrainerObserver
+from asyncsync.bus.status import DROPPED, Trace, TrainerObserver
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.monitor.trace import Hook
 from asyncsync.net.keys import Admission
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
-from asyncsync.runtime.threads import finish
+from asyncsync.runtime.threads import call_soon, finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.layout import Layout
@@ -64,12 +64,6 @@ class _PackJob(NamedTuple):
     tensors: list[torch.Tensor] | None  # in the layout's order; None: pack() arranges them
     memory: list[memoryview] | None  # their bytes, if these are the tensors of the last publication, in the same memory
 
-    def pack(self, progress: Callable[[], None] | None = None) -> None:
-        if self.memory is not None:
-            copy_bytes(self.slab.pieces, self.memory)
-            return
-        pack(self.slab, self.flat, progress, self.tensors)
-
 
 class Publishing(Link):
     """The half of a trainer's link that publishes weights.
@@ -85,6 +79,7 @@ class Publishing(Link):
         admission: decides which clients may connect; None: all may.
         fast_path: None while it is off.
         used_time_slice: whether the latest publication has used up this thread's time slice.
+        source_caches: by model, where the tensors of its latest publication lie, and their layout. Any thread may look.
     """
 
     admission: Admission | None = None
@@ -93,14 +88,14 @@ class Publishing(Link):
         super().__init__("asyncsync-pack", descriptors)
         self.machine = machine
         self.min_workers = min_workers
-        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
+        self.pool = SlabPool(partial(call_soon, self.loop, self.notify))
         self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.publish_lock = FairLock()
         self.serving_transports: dict[bytes, Carrier] = {}
         self.fast_path: TrainerFastPath | None = None
         self.used_time_slice = False
-        self._source_caches: dict[str, SourceCache] = {}  # by model; where the published tensors lie
+        self.source_caches: dict[str, SourceCache] = {}
         self.pools = {self.pool}
         self._awaited_pool: SlabPool | None = None  # in which the running publication waits for a free slab
         self._is_encoding = self._cannot_encode = False
@@ -116,11 +111,6 @@ class Publishing(Link):
         if fast is not None:
             fast.end()
         return self.machine
-
-    def latest_layout(self, model_id: str) -> Layout | None:
-        """The layout of the latest publication of a model; None: there was none. May be called in any thread."""
-        known = self._source_caches.get(model_id)
-        return None if known is None else known.layout
 
     # -- the general path ----------------------------------------------------------------------------------------------
 
@@ -160,7 +150,8 @@ class Publishing(Link):
             machine.check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            trace = observer.begin(sources)
+            if observer.has_listeners or observer.durations is not None:
+                trace = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
@@ -175,10 +166,14 @@ class Publishing(Link):
             streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
-            for job in jobs:
+            for slab, flat, tensors, memory in jobs:
                 self.check_usable()  # if the link was shut down meanwhile, a new work thread would never end
-                await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
-                if job.slab.nbytes > INLINE_BYTES:
+                if memory is not None:
+                    copy_bytes(slab.pieces, memory)
+                elif slab.nbytes <= INLINE_BYTES:
+                    pack(slab, flat, tensors=tensors)
+                else:
+                    await finish(self.thread.submit(partial(pack, slab, flat, tensors=tensors)))
                     begun = self.loop.time()  # this thread has waited, so it has a new time slice
             if trace is not None:
                 observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
@@ -191,9 +186,11 @@ class Publishing(Link):
                         if type(transport).serve is not Carrier.serve:
                             self.serving_transports[descriptor] = transport
             self.check_usable()
-            self.observe_staged_drop()
+            if (staged := machine.targets.staged) is not None:
+                observer.end(staged.version, DROPPED)
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-            observer.published(trace, version, machine.epoch)
+            if trace is not None:
+                observer.published(trace, version, machine.epoch)
             self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
             observer.abandoned(trace, error)
@@ -226,15 +223,17 @@ class Publishing(Link):
         targets = self.machine.targets
         replaced = targets.retain_current(parts)
         version = None
-        self.observe_staged_drop()
+        if (staged := targets.staged) is not None:
+            self.observer.end(staged.version, DROPPED)
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
-            self.observer.published(trace, version, self.machine.epoch)
+            if trace is not None:
+                self.observer.published(trace, version, self.machine.epoch)
             self.act_on_changes()
 
             def pack_all() -> None:
-                progress = partial(self.call_from_thread, self.packed)
-                job.pack(progress)
+                progress = partial(call_soon, self.loop, self.packed)
+                pack(job.slab, job.flat, progress, job.tensors)
                 progress()
 
             await finish(self.thread.submit(pack_all))
@@ -248,11 +247,6 @@ class Publishing(Link):
                 self.act_on_changes()
         self.check_usable()
         return version
-
-    def observe_staged_drop(self) -> None:
-        """The staged version, if there is one, is about to be dropped: end its trace."""
-        if (staged := self.machine.targets.staged) is not None:
-            self.observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
         """More of a slab is packed or encoded: send it to the workers that wait for it."""
@@ -277,11 +271,11 @@ class Publishing(Link):
         jobs, whatever happens. ``alone``: this is the publication's only slab, so it is packed before other code can
         run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
         self.pools.add(pool)
-        known = self._source_caches.get(model_id)
+        known = self.source_caches.get(model_id)
         memory = known.lookup(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
-            known = self._source_caches[model_id] = SourceCache(Layout.of(flat))
+            known = self.source_caches[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
             known.remember(flat)
         layout, pinned = known.layout, flat.ready is not None
@@ -389,7 +383,7 @@ class Publishing(Link):
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
                 encoding.send_unencoded(index)
-            self.call_from_thread(self.packed)
+            call_soon(self.loop, self.packed)
 
     def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
@@ -448,9 +442,9 @@ class Publishing(Link):
             return False  # the general path reports which workers are missing
         if any(peer.owes_answer or peer.slow for peer in peers):
             return False
-        known = self._source_caches.get(model_id)
+        known = self.source_caches.get(model_id)
         if known is None or known.layout is not layout:  # the latest layout was not accepted
-            known = self._source_caches[model_id] = SourceCache(layout)
+            known = self.source_caches[model_id] = SourceCache(layout)
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)

@@ -275,19 +275,17 @@ class TrainerLink(Publishing):
         machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
 
-        def is_hopeless(version: int) -> bool:
-            if machine.num_workers is None:  # a worker that comes later and does not fit fails only its own connect()
-                rejection = machine.targets.rejection
-                return any(rejection(w, version, models) is not None for w in membership.expected())
-            # A lost worker may come back; a worker that has refused or failed stays that way.
-            failed = progress.of(version, membership.expected(), models).failed
-            return any(not isinstance(error, PeerLost) for error in failed.values())
-
         def are_there() -> bool:
             machine.check_open()
-            if version is not None and is_hopeless(version):
+            if version is not None:
                 outcome = progress.of(version, membership.expected(), models)
-                raise PartialSendError(outcome.acked, outcome.failed)
+                if machine.num_workers is None:  # one that comes later and does not fit fails only its own connect()
+                    rejections = [machine.targets.rejection(w, version, models) for w in membership.expected()]
+                    is_hopeless = any(rejection is not None for rejection in rejections)
+                else:  # a lost worker may come back; a worker that has refused or failed stays that way
+                    is_hopeless = any(not isinstance(error, PeerLost) for error in outcome.failed.values())
+                if is_hopeless:
+                    raise PartialSendError(outcome.acked, outcome.failed)
             there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
                 return True
@@ -328,8 +326,11 @@ class TrainerLink(Publishing):
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
-            if type(instruction) is Inquiry:
-                self._answer_inquiry(route, instruction)
+            if type(instruction) is Inquiry:  # any client that may connect may ask; the machine does not see it
+                if (report := self.reporter.answer(instruction.token)) is not None:
+                    self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
+                    self._socket.after_send()
+                self.act_on_changes()
                 return
             peer = self.machine.membership.routes.get(route) if self.observer.traces else None
             if isinstance(instruction, Hello):
@@ -345,13 +346,6 @@ class TrainerLink(Publishing):
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
             self._update_watches()
-        self.act_on_changes()
-
-    def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
-        """Any client that may connect may ask for a report. The machine does not see the question."""
-        if (report := self.reporter.answer(inquiry.token)) is not None:
-            self._socket.send((route, encode(report)))  # its result does not matter: the client may have left
-            self._socket.after_send()
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:

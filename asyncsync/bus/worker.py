@@ -73,7 +73,7 @@ class WorkerLink(Applying, Memory):
         machine = Worker(worker, secrets.token_bytes(16), this_process(), settings, role, self, relaying)
         super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
         gate.bind()
-        self._guest_transport = transport
+        self._guest_transport = Carrier() if transport is None else transport
         self._fetching: set[asyncio.Task[None]] = set()  # one task for each part that a transport is fetching
         self.trainer_lost = False
         self._watch: ProcessWatch | None = None
@@ -219,7 +219,10 @@ class WorkerLink(Applying, Memory):
             self.trainer_lost = True  # it writes nothing any more, and another trainer may come
         elif type(instruction) is Welcome and self.machine.session.welcomed:
             self._watch_trainer()
-            self._open_side_channel()
+            path = side_channel_path(self.connection.endpoint)
+            if path is not None and (self.side_channel is None or self.side_channel.closed):
+                nonce = self.machine.session.nonce
+                self.side_channel = connect_side_channel(path, nonce, self._receive_packet, self.crash)
             self._subscribe()
         self.act_on_changes()
         if type(instruction) is Again and not self.closed and not self.observer.has_listeners:
@@ -270,7 +273,8 @@ class WorkerLink(Applying, Memory):
             return
         finally:
             slab.release()
-        window = partial(self._transport(model_id).slot_window, layout=newest.layout)
+        transport = self.transports.get(model_id, self._guest_transport)
+        window = partial(transport.slot_window, layout=newest.layout)
         only_gate = partial(self.needs_only_gate, model_id)
         machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, only_gate)
 
@@ -313,11 +317,6 @@ class WorkerLink(Applying, Memory):
         applied = {model_id: self.newest_shown([model_id]).version for model_id in models}
         return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
 
-    def _open_side_channel(self) -> None:
-        path = side_channel_path(self.connection.endpoint)
-        if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect_side_channel(path, self.machine.session.nonce, self._receive_packet, self.crash)
-
     def _watch_trainer(self) -> None:
         """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
         trainer = self.machine.session.trainer
@@ -353,7 +352,7 @@ class WorkerLink(Applying, Memory):
             self.verifying.begin_answer(machine.open_question)
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
-            transport = self._transport(machine.session.local(part.model_id))
+            transport = self.transports.get(machine.session.local(part.model_id), self._guest_transport)
             assert part.descriptor is not None
             task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._fetching.add(task)
@@ -390,22 +389,16 @@ class WorkerLink(Applying, Memory):
 
     # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
-    def _transport(self, model_id: str) -> Carrier:
-        transport = self.transports.get(model_id, self._guest_transport)
-        assert transport is not None
-        return transport
-
     def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
         assert part.descriptor is not None
-        return self._transport(model_id).attach(part.descriptor, layout, pool)
+        return self.transports.get(model_id, self._guest_transport).attach(part.descriptor, layout, pool)
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
-        transport = self._transport(model_id)
+        transport = self.transports.get(model_id, self._guest_transport)
         is_own = adopts or transport.receives_into_own_slabs
         return transport.acquire_slab(layout, pool) if is_own else pool.acquire(layout)
 
-    def opens(self, pid: int) -> bool:
-        return can_open_memory_of(pid)
+    opens = staticmethod(can_open_memory_of)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
@@ -461,7 +454,10 @@ class WorkerLink(Applying, Memory):
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
             task.cancel()
-        self.stop_applying()
+        self.cascade.close()
+        for timer in (self._gate_timer, self._cleaning):
+            if timer is not None:
+                timer.cancel()
         self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()
@@ -477,11 +473,8 @@ class WorkerLink(Applying, Memory):
 
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         # The model outlives this link, and may keep using the trainer's memory. The BYE reports that.
-        return [self.machine.leave, self._send_bye, partial(self._close_all, linger_ms)]
-
-    def _send_bye(self) -> None:
-        self.machine.bye("shutdown", reads=True)
-        self._send_outbox()
+        bye = partial(self.machine.bye, "shutdown", reads=True)
+        return [self.machine.leave, bye, self._send_outbox, partial(self._close_all, linger_ms)]
 
     def _close_all(self, linger_ms: int) -> None:
         self.connection.close(linger_ms)

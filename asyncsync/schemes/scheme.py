@@ -767,8 +767,8 @@ class Scheme(ABC):
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
-        layout = link.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
-        return None if layout is None else set(layout.paths)
+        known = link.source_caches.get(self.topic) if isinstance(link, TrainerLink) else None
+        return None if known is None else set(known.layout.paths)
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 

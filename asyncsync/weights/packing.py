@@ -33,7 +33,7 @@ _nbytes = torch.UntypedStorage.nbytes
 def pack(
     slab: Slab,
     flat: FlatWeights,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], object] | None = None,
     tensors: list[torch.Tensor] | None = None,
 ) -> None:
     """Copy the weights into the slab. When this returns, the sources may change.

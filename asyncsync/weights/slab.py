@@ -247,7 +247,7 @@ class SlabPool:
     ``on_idle`` is called when a slab has drained, in the thread that released its last piece.
     """
 
-    def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_idle: Callable[[], object] | None = None) -> None:
         self.on_idle = on_idle
         self.peak = 0
         self.used: set[Slab] = set()
