@@ -185,18 +185,6 @@ class Applying(Link):
 
     # -- versions that the user's code takes ---------------------------------------------------------------------------
 
-    def unapplied(self, models: Iterable[str]) -> dict[str, Any]:
-        """The fields of a WorkerStatus about versions that are not applied."""
-        machine = self.machine
-        ready = [*machine.staged, *([] if machine.held is None else [machine.held])]
-        taken = [] if machine.taken is None else [machine.taken.staging]
-        errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
-
-        def newest(updates: list[Staging]) -> int:
-            return max([v for one in updates for m, v in one.versions.items() if m in models], default=0)
-
-        return {"staged": newest(ready), "taken": newest(taken), "failure": "".join(errors[-1:])}
-
     async def take(self, model_id: str, version: int | None, epoch: str | None, timeout: float) -> Taken:
         """Wait for a version of this model, and lend it to the user's code until :meth:`give_back`. Raises AckTimeout;
         Superseded: a newer version has replaced it; RuntimeError: a version is taken already; SchemaMismatch or the

@@ -81,7 +81,7 @@ class Link(ABC):
         if self.metrics is not None:
             reference = weakref.ref(self)  # the metrics must not keep a link alive that the user has dropped
 
-            def collect() -> list[Metric]:
+            async def collect() -> list[Metric]:
                 link = reference()
                 return [] if link is None else link.collect_metrics()
 
@@ -173,7 +173,6 @@ class Link(ABC):
             self.crash(error)
 
     def count_dropped(self, error: ProtocolError, source: str) -> None:
-        """Count a message that was dropped because of this error; log the first one with each reason."""
         reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
@@ -201,7 +200,6 @@ class Link(ABC):
             raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
 
     def check_loop(self) -> None:
-        """Raise RuntimeError if the running event loop is not the link's."""
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 

@@ -57,12 +57,12 @@ BUSY_SECONDS = 0.0007
 
 
 class _PackJob(NamedTuple):
-    """Weights, and the slab into which to pack them."""
-
     slab: Slab
     flat: FlatWeights
     tensors: list[torch.Tensor] | None  # in the layout's order; None: pack() arranges them
     memory: list[memoryview] | None  # their bytes, if these are the tensors of the last publication, in the same memory
+    transport: Carrier
+    workers: Iterable[int] | None  # that get this slab; None: all
 
 
 class Publishing(Link):
@@ -155,18 +155,18 @@ class Publishing(Link):
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
-                given = model_id, transports[model_id].pool or self.pool, jobs, deadline
+                given = model_id, transports[model_id], jobs, deadline
                 if isinstance(source, FlatWeights):
-                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
+                    parts[model_id] = await self._acquire(source, workers, *given, alone=len(sources) == 1)
                 else:
                     count = len(source)
-                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
+                    parts[model_id] = {w: await self._acquire(f, [w], *given, count=count) for w, f in source.items()}
             for job in jobs:
                 job.slab.origin = origin
             streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
-            for slab, flat, tensors, memory in jobs:
+            for slab, flat, tensors, memory, *_ in jobs:
                 self.check_usable()  # if the link was shut down meanwhile, a new work thread would never end
                 if memory is not None:
                     copy_bytes(slab.pieces, memory)
@@ -177,14 +177,12 @@ class Publishing(Link):
                     begun = self.loop.time()  # this thread has waited, so it has a new time slice
             if trace is not None:
                 observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
-            for model_id, part in parts.items():
-                transport = transports[model_id]
-                slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
-                for recipients, slab in slabs:
-                    if (descriptor := await transport.offer(slab, recipients)) is not None:
-                        slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
-                        if type(transport).serve is not Carrier.serve:
-                            self.serving_transports[descriptor] = transport
+            for job in jobs:
+                slab, transport = job.slab, job.transport
+                if (descriptor := await transport.offer(slab, job.workers)) is not None:
+                    slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+                    if type(transport).serve is not Carrier.serve:
+                        self.serving_transports[descriptor] = transport
             self.check_usable()
             if (staged := machine.targets.staged) is not None:
                 observer.end(staged.version, DROPPED)
@@ -259,8 +257,9 @@ class Publishing(Link):
     async def _acquire(
         self,
         flat: FlatWeights,
+        workers: Iterable[int] | None,
         model_id: str,
-        pool: SlabPool,
+        transport: Carrier,
         jobs: list[_PackJob],
         deadline: float,
         *,
@@ -270,6 +269,7 @@ class Publishing(Link):
         """A slab for these weights. It is added to the jobs at once, because :meth:`publish` releases the slabs of all
         jobs, whatever happens. ``alone``: this is the publication's only slab, so it is packed before other code can
         run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
+        pool = transport.pool or self.pool
         self.pools.add(pool)
         known = self.source_caches.get(model_id)
         memory = known.lookup(flat) if known is not None and alone else None
@@ -282,7 +282,7 @@ class Publishing(Link):
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_PackJob(slab, flat, tensors, memory))
+            jobs.append(_PackJob(slab, flat, tensors, memory, transport, workers))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.is_draining(layout.nbytes):

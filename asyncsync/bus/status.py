@@ -261,7 +261,6 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
 
 
 def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
-    """``status`` is that of one worker; ``applied`` has the version that each model shows."""
     [(worker, one)] = status.items()
     labels, key = ("worker",), (str(worker),)
     versions = {(*key, name): float(version) for name, version in applied.items()}
@@ -390,7 +389,6 @@ class TrainerObserver(Observer):
         self.emit("deliver.committed" if is_commit else "deliver.begin", trace, worker=worker)
 
     def received(self, worker: int, instruction: Instruction) -> None:
-        """The machine has taken in a worker's message."""
         if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
             failure = (
                 f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, messages.Failed) else ""
@@ -435,8 +433,6 @@ class TrainerObserver(Observer):
 
 
 class WorkerObserver(Observer):
-    """Traces the updates of one worker."""
-
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
         super().__init__(hooks)
         self._worker = worker
@@ -470,7 +466,6 @@ class WorkerObserver(Observer):
                 self.emit("update.staged", trace)
 
     def finished(self, staging: Staging, error: BaseException | None) -> None:
-        """The gate or the user's code has applied this update, or has failed to."""
         for serial in [serial for serial in self.traces if serial < staging.serial]:
             self.end(serial, SUPERSEDED)
         self.end(staging.serial, "" if error is None else repr(error))

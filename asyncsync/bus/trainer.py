@@ -27,7 +27,7 @@ from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_proc
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, NO_PAYLOAD, Receive, SideChannels, decode_packet, split_packet
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
-from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome, Progress
+from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
@@ -144,7 +144,6 @@ class TrainerLink(Publishing):
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Handshakes and messages that were refused, by reason."""
         return {} if self.admission is None else self.admission.refused
 
     @property
@@ -242,12 +241,15 @@ class TrainerLink(Publishing):
                     outstanding.pop()
                 if outstanding:
                     return False
-            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
+            outcome = progress.of(version, chosen, models)
+            if calls is not None:
+                _include_calls(outcome, version, calls)
             outstanding[:] = outcome.waiting  # a worker that was lost may have connected again
             return outcome.is_over(quorum)
 
         if not await self.wait(done, begun + timeout - self.loop.time()):
-            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
+            outstanding.clear()
+            done()  # now look at each worker
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
@@ -437,7 +439,6 @@ class TrainerLink(Publishing):
         self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:
-        """The event loop was blocked for this long: warn if workers were fetching weights."""
         machine, progress = self.machine, self.machine.progress
         version = machine.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
@@ -571,14 +572,9 @@ class TrainerLink(Publishing):
             self._endpoint_lock.release()
 
 
-def _outcome_with_calls(
-    progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
-) -> Outcome:
-    """How far a version has come. A worker that is called remotely counts only when its call has ended, too."""
-    outcome = progress.of(version, chosen, models)
-    if calls is None:
-        return outcome
-    for worker in [worker for worker in chosen if worker not in outcome.failed]:
+def _include_calls(outcome: Outcome, version: int, calls: Calls) -> None:
+    """A worker that is called remotely has applied a version only when its call has ended, too."""
+    for worker in [*outcome.acked, *outcome.waiting]:
         if (error := calls.failure(worker, version)) is not None:
             outcome.failed[worker] = error
             outcome.waiting.discard(worker)
@@ -587,7 +583,6 @@ def _outcome_with_calls(
         else:
             continue
         outcome.acked.pop(worker, None)
-    return outcome
 
 
 def _describe_ended(processes: Iterable[Any]) -> str:

@@ -53,15 +53,14 @@ Differences = dict[int, list[str] | NotComparable]
 
 def digests_of(entries: Iterable[Sequence[torch.Tensor]], is_stopped: Callable[[], bool]) -> list[bytes]:
     """A digest for each entry of a layout, of the tensors that hold its value. Wrong if it was stopped."""
-    return [_digest(tensors, is_stopped) for tensors in entries]
-
-
-def _digest(tensors: Sequence[torch.Tensor], is_stopped: Callable[[], bool]) -> bytes:
-    each = {_hash(tensor, is_stopped) for tensor in tensors}
-    if len(each) < 2:
-        return each.pop() if each else NOTHING
-    # The tensors differ: make a digest that is not that of any one of them.
-    return hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest()
+    digests = []
+    for tensors in entries:
+        each = {_hash(tensor, is_stopped) for tensor in tensors}
+        if len(each) < 2:
+            digests.append(each.pop() if each else NOTHING)
+        else:  # the tensors differ: make a digest that is not that of any one of them
+            digests.append(hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest())
+    return digests
 
 
 def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
@@ -77,8 +76,6 @@ def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
 
 @dataclass(eq=False)
 class WorkerVerifying:
-    """Answers the trainer's questions."""
-
     _link: Applying
     _task: asyncio.Task[None] | None = None
 
@@ -138,8 +135,6 @@ class WorkerVerifying:
 
 @dataclass(eq=False)
 class TrainerVerifying:
-    """Compares the tensors of workers' models with those of the versions that they should have."""
-
     _link: Publishing
     _lock: FairLock = field(default_factory=FairLock)
 

@@ -30,6 +30,7 @@ from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_proce
 from asyncsync.net.rendezvous import Find, Introduction, SenderConnection
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect_side_channel, decode_packet, split_packet
 from asyncsync.net.zmq_socket import dealer
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Relaying, Worker
@@ -185,7 +186,6 @@ class WorkerLink(Applying, Memory):
         self._receive_frames(frames, decode_packet)
 
     def _receive_frames(self, frames: list[memoryview], decode_message: Decode) -> None:
-        """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
             answer = None
@@ -308,8 +308,17 @@ class WorkerLink(Applying, Memory):
             state, reason = "lost", self.connection.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        received, rest = machine.bytes_received, self.unapplied(models)
-        status = WorkerStatus(version, target, lag, seen, state, received, reason, **rest)
+
+        def newest(updates: Iterable[Staging]) -> int:
+            return max([v for one in updates for m, v in one.versions.items() if m in models], default=0)
+
+        errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
+        status = WorkerStatus(
+            version, target, lag, seen, state, machine.bytes_received, reason,
+            staged=newest(machine.staged if machine.held is None else [*machine.staged, machine.held]),
+            taken=newest([] if machine.taken is None else [machine.taken.staging]),
+            failure="".join(errors[-1:]),
+        )  # fmt: skip
         return BusStatus({machine.worker: status}, self.connection.refused)
 
     def collect_metrics(self) -> list[Metric]:

@@ -151,9 +151,13 @@ def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.Monk
     before = threading.active_count()
     metrics = Metrics(("127.0.0.1", 0), has_durations=True)
     loop = asyncio.new_event_loop()  # which does not run
+
+    async def collect() -> list[GaugeMetricFamily]:
+        return [GaugeMetricFamily("asyncsync_version", "…", 7)]
+
     try:
         assert scrape(metrics.address) == {}, "there is no bus yet"
-        metrics.attach(loop, lambda: [GaugeMetricFamily("asyncsync_version", "…", 7)])
+        metrics.attach(loop, collect)
         figures = scrape(metrics.address)
         assert of(figures, "up") == 0
         assert of(figures, "loop_answer_seconds") >= 0.05
