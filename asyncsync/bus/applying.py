@@ -78,7 +78,8 @@ class Applying(Link):
 
     def needs_only_gate(self, model_id: str) -> bool:
         """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
-        return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
+        cascade = self.cascade
+        return cascade.task is None and model_id not in self.manual and not cascade.active_contexts((model_id,))
 
     def _offer_to_gate(self) -> None:
         if self.cascade.task is not None or self.closed or self.machine.leaving:
@@ -141,11 +142,12 @@ class Applying(Link):
                 error = failure
             elif staging.seen_by_loop or staging.abandoned:
                 continue
-            elif error is None and self.cascade.applies_to(staging.parts):
+            elif error is None and self.cascade.active_contexts(staging.parts):
                 # Nothing newer goes through the gate until the workers below have this update.
                 staging.seen_by_loop = True
                 slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                self.cascade.begin(slabs, partial(self._report_results_on_loop, offered, staging))
+                then = partial(self._report_results_on_loop, offered, staging)
+                self.cascade.task = self.loop.create_task(self.cascade.run(slabs, then))
                 return
             staging.seen_by_loop = True
             if self.observer.has_listeners:
@@ -499,12 +501,12 @@ class Applying(Link):
                 f"{self.newest_shown(models).origin}"
             )
 
-    async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
-        """Call ``then`` with a copy of the newest applied slab, and return its result. The caller owns the copy."""
+    async def copy_held(self, model_id: str) -> Slab:
+        """A copy of the newest applied slab."""
         slab = self.machine.holdings.updates[model_id][2].retain()
         self.copying += 1
         try:
-            return then(await self.run_inline_or_in_thread(slab.copy, slab.nbytes))
+            return await self.run_inline_or_in_thread(slab.copy, slab.nbytes)
         finally:
             self.copying -= 1
             slab.release()
@@ -520,7 +522,8 @@ def _raise_again(error: WeightSyncError | None) -> None:
 
 
 class Cascade:
-    """Passes updates on to the contexts of a worker's models. While ``task`` is not None, it passes one update on.
+    """Passes updates on to the ``contexts`` of a worker's models, which have ``update_policy_weights_``. While ``task``
+    is not None, it passes one update on.
 
     An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
     another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
@@ -528,35 +531,25 @@ class Cascade:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self._contexts: dict[str, Any] = {}
+        self.contexts: dict[str, Any] = {}  # by model
         self._thread = WorkThread("asyncsync-cascade")
         self._closed = False
 
-    def add(self, model_id: str, context: Any) -> None:
-        if callable(getattr(context, "update_policy_weights_", None)):
-            self._contexts[model_id] = context
-
-    def remove(self, model_id: str) -> None:
-        self._contexts.pop(model_id, None)
-
-    def applies_to(self, models: Iterable[str]) -> bool:
-        return bool(self._contexts) and not self._closed and bool(self._active_contexts(models))
-
-    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
+    def active_contexts(self, models: Iterable[str]) -> list[Any]:
         """The contexts of these models that have workers, read at each update: a collector may get them later."""
-        found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
+        if not self.contexts or self._closed:
+            return []
+        found = {id(context): context for m in models if (context := self.contexts.get(m)) is not None}
         return [context for context in found.values() if getattr(context, "cascades", True)]
 
-    def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        """Pass one update on, then call ``then`` on the loop with the exception that ``update_policy_weights_`` raised,
-        or None. Each context is called once, with TensorDicts of its own. Until ``then``, the slabs must not change."""
-        self.task = asyncio.get_running_loop().create_task(self._run(slabs, then))
-
-    async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
+    async def run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
+        """As the :attr:`task`, pass one update on, then call ``then`` with the exception that
+        ``update_policy_weights_`` raised, or None. Each context is called once, with TensorDicts of its own. Until
+        ``then``, the slabs must not change."""
         failure: Exception | None = None
         try:
-            for context in self._active_contexts(slabs):
-                own = {m: slab for m, slab in slabs.items() if self._contexts.get(m) is context}
+            for context in self.active_contexts(slabs):
+                own = {m: slab for m, slab in slabs.items() if self.contexts.get(m) is context}
                 result = await self._thread.submit(partial(_call, context.update_policy_weights_, own))
                 if inspect.isawaitable(result):
                     await result

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncsync.bus.status import by_label, counter
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncsync")
 
+T = TypeVar("T")
 Shutdown = weakref.WeakMethod[Callable[[], Awaitable[None]]]
 # The event loop makes copies of up to this size itself; the work thread makes larger ones.
 INLINE_BYTES = 4 << 20
@@ -238,7 +239,7 @@ class Link(ABC):
                 if is_over:
                     waiter.set_result(None)
 
-    async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
+    async def run_inline_or_in_thread(self, function: Callable[[], T], nbytes: int) -> T:
         """Run a function: at once if it touches few bytes, else in the work thread, to its end even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()

@@ -289,8 +289,7 @@ class Publishing(Link):
             return acquire()
         memory = None  # while this waits, a tensor may get other memory
         await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
-        slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
-        return slab
+        return await self.run_inline_or_in_thread(acquire, layout.nbytes)
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine

@@ -120,7 +120,7 @@ class WorkerLink(Applying, Memory):
     async def unregister(self, model_id: str) -> None:
         """Receive no more updates of this model. When this returns, nothing writes the model or its memory any more."""
         self.manual.discard(model_id)
-        self.cascade.remove(model_id)
+        self.cascade.contexts.pop(model_id, None)
         self.machine.unregister(model_id, self.loop.time())
         self.act_on_changes()
         # Wait until the gate has finished updates with which it had begun.
@@ -133,7 +133,8 @@ class WorkerLink(Applying, Memory):
     def set_context(self, model_id: str, context: Any) -> None:
         """From the next update on, pass this model's updates on to this context."""
         self.machine.end_fast_path()
-        self.cascade.add(model_id, context)
+        if callable(getattr(context, "update_policy_weights_", None)):
+            self.cascade.contexts[model_id] = context
 
     async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Register another model under this name; it gets the version that this worker should have. Raises AckTimeout

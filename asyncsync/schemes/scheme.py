@@ -802,11 +802,10 @@ class Scheme(ABC):
     async def _return_copy(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.copy_held(self.topic, self._on_device)
+            return self._on_device(await link.copy_held(self.topic))
         except BaseException:
             self.mark_unreturned(mark, before)
             raise
-        return weights
 
     def mark_unreturned(self, mark: Mark | None, before: Mark | None) -> None:
         # The caller did not get this update: let the next receive return it, unless a newer one was returned.
@@ -827,8 +826,7 @@ class Scheme(ABC):
         link = self._bus.link
         if not isinstance(link, WorkerLink) or link.machine.holdings.updates.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.copy_held(self.topic, self._on_device)
-        return weights
+        return self._on_device(await link.copy_held(self.topic))
 
     def _on_device(self, slab: Slab) -> TensorDict:
         weights = slab.weights()
