@@ -146,8 +146,7 @@ class Publishing(Link):
         try:
             begun = self.loop.time()
             self.check_usable()
-            self.end_fast_path()
-            machine.check_open()
+            self.end_fast_path().check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             if observer.has_listeners or observer.durations is not None:
