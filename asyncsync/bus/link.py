@@ -223,7 +223,7 @@ class Link(ABC):
             try:
                 await waiter
             finally:
-                del self.waiters[waiter]
+                self.waiters.pop(waiter, None)
                 if timer is not None:
                     timer.cancel()
         return True
@@ -250,6 +250,7 @@ class Link(ABC):
         if self.closed or self.is_inherited:
             return
         self.closed = True
+        self.waiters.clear()  # the loop does not run any more, so they cannot be woken
         self._cancel_exit_hooks()
         with ExitStack() as stack:
             stack.callback(self.thread.abandon)

@@ -455,15 +455,9 @@ class TrainerLink(Publishing):
         if self.observer.traces:
             self.observer.check()
         self.notify()
-        self._send_outbox()
-        if self.on_change is not None:
-            self.on_change()
-
-    def _send_outbox(self) -> None:
-        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this thread's
-        CPU core, or may have to wait for it."""
         if self.timer is None:
             self._set_timer()
+        # Messages go last, because a worker that they wake may take this thread's CPU core, or may have to wait for it.
         machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
         if outbox and channels and self.used_time_slice:
@@ -501,6 +495,8 @@ class TrainerLink(Publishing):
             self.notify()
         if machine.to_encode:
             self.encode_wanted()
+        if self.on_change is not None:
+            self.on_change()
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
@@ -554,7 +550,7 @@ class TrainerLink(Publishing):
         for pool in self.pools:  # a publication that still runs must not get a slab that workers are reading
             pool.close()
         self.end_fast_path().close()
-        self._send_outbox()
+        self.act_on_changes()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():

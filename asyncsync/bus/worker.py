@@ -360,31 +360,21 @@ class WorkerLink(Applying, Memory):
             self._offer_to_gate()
         if machine.open_question is not None:
             self.verifying.begin_answer(machine.open_question)
-        while machine.fetches:
+        while machine.fetches and not self.closed:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self.transports.get(machine.session.local(part.model_id), self._guest_transport)
             assert part.descriptor is not None
             task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        self._send_outbox()
-        self.notify()
-        if self.timer is None:
-            self._set_timer()
-        if self.on_change is not None:
-            self.on_change()
-
-    def _send_outbox(self) -> None:
-        self.machine.flush()
-        outbox = self.machine.outbox
-        if not self.machine.session.online:
+        machine.flush()
+        outbox = machine.outbox
+        if not machine.session.online:
             # Queue nothing for the next connection: it begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
-        if not outbox:
-            return
         # No side channel between HELLO and WELCOME, because a packet could arrive before the HELLO.
-        channel = self.side_channel if self.machine.session.welcomed else None
-        by_zmq = False
+        channel = self.side_channel if machine.session.welcomed else None
+        is_sending, by_zmq = bool(outbox), False
         while outbox:
             instruction = outbox.popleft()
             frames = (encode(instruction),)
@@ -393,9 +383,15 @@ class WorkerLink(Applying, Memory):
                 by_zmq = True
         if by_zmq:
             self.connection.after_send()
-        # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
-        # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
-        os.sched_yield()  # costs nothing if no thread waits for this core
+        if is_sending:
+            # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's
+            # core. This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
+            os.sched_yield()  # costs nothing if no thread waits for this core
+        self.notify()
+        if self.timer is None:
+            self._set_timer()
+        if self.on_change is not None:
+            self.on_change()
 
     # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
@@ -457,9 +453,9 @@ class WorkerLink(Applying, Memory):
     async def _finish_shutdown(self, reads: bool) -> None:
         if self.closed:
             return
-        self.machine.bye("shutdown", reads=reads)
-        self._send_outbox()
         self.closed = True
+        self.machine.bye("shutdown", reads=reads)
+        self.act_on_changes()
         others = self.cascade.task, self.connection.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
@@ -484,7 +480,7 @@ class WorkerLink(Applying, Memory):
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         # The model outlives this link, and may keep using the trainer's memory. The BYE reports that.
         bye = partial(self.machine.bye, "shutdown", reads=True)
-        return [self.machine.leave, bye, self._send_outbox, partial(self._close_all, linger_ms)]
+        return [self.machine.leave, bye, self.act_on_changes, partial(self._close_all, linger_ms)]
 
     def _close_all(self, linger_ms: int) -> None:
         self.connection.close(linger_ms)
