@@ -170,9 +170,9 @@ class Publishing(Link):
                 if memory is not None:
                     copy_bytes(slab.pieces, memory)
                 elif slab.nbytes <= INLINE_BYTES:
-                    pack(slab, flat, tensors=tensors)
+                    pack(slab, flat, None, tensors)
                 else:
-                    await finish(self.thread.submit(partial(pack, slab, flat, tensors=tensors)))
+                    await finish(self.thread.submit(partial(pack, slab, flat, None, tensors)))
                     begun = self.loop.time()  # this thread has waited, so it has a new time slice
             if trace is not None:
                 observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
