@@ -215,7 +215,7 @@ async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: 
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
-    layout = next(iter(sender.bus.link._source_caches.values())).layout
+    layout = next(iter(sender.bus.link.source_caches.values())).layout
     epoch = sender.bus.link.end_fast_path().epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
