@@ -41,7 +41,8 @@ class Applying(Link):
     ``shown`` has what each model's readers see: epoch, version, the version at the tree's root that this one stands for
     (without a tree, the same), and metadata. It changes together with the model, under the gate. ``manual`` has the
     models whose updates wait for ``receive`` (``apply="on_receive"``) or ``take``; ``receiving`` those of them for
-    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
+    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made. ``contexts``
+    has those with ``update_policy_weights_``, by model; ``passing_on`` is the task that passes an update on to them.
     """
 
     connection: SenderConnection  # of the trainer
@@ -56,7 +57,9 @@ class Applying(Link):
         self.manual: set[str] = set()
         self.receiving: list[str] = []
         self.copying = 0
-        self.cascade = Cascade()
+        self.contexts: dict[str, Any] = {}
+        self.passing_on: asyncio.Task[None] | None = None
+        self._cascade_thread = WorkThread("asyncsync-cascade")
         self._offered: list[Staging] = []  # the updates that the gate was given and has not finished
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
@@ -78,11 +81,10 @@ class Applying(Link):
 
     def needs_only_gate(self, model_id: str) -> bool:
         """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
-        cascade = self.cascade
-        return cascade.task is None and model_id not in self.manual and not cascade.active_contexts((model_id,))
+        return self.passing_on is None and model_id not in self.manual and not self._active_contexts((model_id,))
 
     def _offer_to_gate(self) -> None:
-        if self.cascade.task is not None or self.closed or self.machine.leaving:
+        if self.passing_on is not None or self.closed or self.machine.leaving:
             return
         offered = self._ready_for_gate() if self.manual else self.machine.staged.copy()
         if not offered or offered == self._offered:
@@ -142,12 +144,10 @@ class Applying(Link):
                 error = failure
             elif staging.seen_by_loop or staging.abandoned:
                 continue
-            elif error is None and self.cascade.active_contexts(staging.parts):
+            elif error is None and self._active_contexts(staging.parts):
                 # Nothing newer goes through the gate until the workers below have this update.
                 staging.seen_by_loop = True
-                slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                then = partial(self._report_results_on_loop, offered, staging)
-                self.cascade.task = self.loop.create_task(self.cascade.run(slabs, then))
+                self.passing_on = self.loop.create_task(self._pass_on(offered, staging))
                 return
             staging.seen_by_loop = True
             if self.observer.has_listeners:
@@ -165,6 +165,33 @@ class Applying(Link):
             self._report_results(offered, passed_on, failure)
             if not self.closed:
                 self.act_on_changes()
+
+    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
+        """The contexts of these models that have workers, read at each update: a collector may get them later."""
+        if not self.contexts or self.closed:
+            return []
+        found = {id(context): context for m in models if (context := self.contexts.get(m)) is not None}
+        return [context for context in found.values() if getattr(context, "cascades", True)]
+
+    async def _pass_on(self, offered: list[Staging], staging: Staging) -> None:
+        """Call each context once, with TensorDicts of its own, then report the update as applied or failed.
+
+        An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
+        another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
+        """
+        failure: Exception | None = None
+        try:
+            for context in self._active_contexts(staging.parts):
+                own = {m: part.slab for m, part in staging.parts.items() if self.contexts.get(m) is context}
+                result = await self._cascade_thread.submit(partial(_call, context.update_policy_weights_, own))
+                if inspect.isawaitable(result):
+                    await result
+        except BaseException as error:
+            if self.closed:
+                raise
+            failure = as_exception(error)  # a CancelledError came from the user's code: shutdown() was not called
+        self.passing_on = None
+        self._report_results_on_loop(offered, staging, failure)
 
     def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
@@ -519,53 +546,6 @@ def _raise_again(error: WeightSyncError | None) -> None:
     tracebacks. None: do nothing."""
     if error is not None:
         raise type(error)(*error.args)
-
-
-class Cascade:
-    """Passes updates on to the ``contexts`` of a worker's models, which have ``update_policy_weights_``. While ``task``
-    is not None, it passes one update on.
-
-    An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
-    another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
-    """
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.contexts: dict[str, Any] = {}  # by model
-        self._thread = WorkThread("asyncsync-cascade")
-        self._closed = False
-
-    def active_contexts(self, models: Iterable[str]) -> list[Any]:
-        """The contexts of these models that have workers, read at each update: a collector may get them later."""
-        if not self.contexts or self._closed:
-            return []
-        found = {id(context): context for m in models if (context := self.contexts.get(m)) is not None}
-        return [context for context in found.values() if getattr(context, "cascades", True)]
-
-    async def run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        """As the :attr:`task`, pass one update on, then call ``then`` with the exception that
-        ``update_policy_weights_`` raised, or None. Each context is called once, with TensorDicts of its own. Until
-        ``then``, the slabs must not change."""
-        failure: Exception | None = None
-        try:
-            for context in self.active_contexts(slabs):
-                own = {m: slab for m, slab in slabs.items() if self.contexts.get(m) is context}
-                result = await self._thread.submit(partial(_call, context.update_policy_weights_, own))
-                if inspect.isawaitable(result):
-                    await result
-        except BaseException as error:
-            if self._closed:
-                raise
-            failure = as_exception(error)  # a CancelledError came from the user's code, because close() was not called
-        self.task = None
-        then(failure)
-
-    def close(self) -> None:
-        """Cancel the task. The thread ends when the user's code returns; this does not wait for it."""
-        self._closed = True
-        if self.task is not None:
-            self.task.cancel()
-        self._thread.abandon()
 
 
 def _call(function: Any, slabs: Mapping[str, Slab]) -> Any:

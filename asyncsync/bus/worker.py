@@ -120,7 +120,7 @@ class WorkerLink(Applying, Memory):
     async def unregister(self, model_id: str) -> None:
         """Receive no more updates of this model. When this returns, nothing writes the model or its memory any more."""
         self.manual.discard(model_id)
-        self.cascade.contexts.pop(model_id, None)
+        self.contexts.pop(model_id, None)
         self.machine.unregister(model_id, self.loop.time())
         self.act_on_changes()
         # Wait until the gate has finished updates with which it had begun.
@@ -134,7 +134,7 @@ class WorkerLink(Applying, Memory):
         """From the next update on, pass this model's updates on to this context."""
         self.machine.end_fast_path()
         if callable(getattr(context, "update_policy_weights_", None)):
-            self.cascade.contexts[model_id] = context
+            self.contexts[model_id] = context
 
     async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Register another model under this name; it gets the version that this worker should have. Raises AckTimeout
@@ -431,7 +431,7 @@ class WorkerLink(Applying, Memory):
         reads = True
         try:
             # If the cascade is passing an update on, its thread, which cannot be stopped, may still copy the slabs.
-            reads = not await self._detach_models(list(self.transports)) or self.cascade.task is not None
+            reads = not await self._detach_models(list(self.transports)) or self.passing_on is not None
             reads = reads or self.machine.taken is not None
         finally:
             await self._finish_shutdown(reads)
@@ -456,11 +456,13 @@ class WorkerLink(Applying, Memory):
         self.closed = True
         self.machine.bye("shutdown", reads=reads)
         self.act_on_changes()
-        others = self.cascade.task, self.connection.search
+        others = self.passing_on, self.connection.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
             task.cancel()
-        self.cascade.close()
+        if self.passing_on is not None:
+            self.passing_on.cancel()
+        self._cascade_thread.abandon()  # it ends when the user's code returns, for which this does not wait
         for timer in (self._gate_timer, self._cleaning):
             if timer is not None:
                 timer.cancel()
