@@ -131,38 +131,31 @@ class Applying(Link):
                         self.show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def _report_results(
-        self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
-    ) -> None:
+    def _report_results(self, offered: list[Staging], passed_on: Staging | None = None) -> None:
         """The gate has finished these updates: report each, after it was passed on to the workers below, if any.
         ``passed_on`` was passed on just now, or that has failed."""
         if self._offered is offered:
             self._offered = []
         for staging in offered:
-            error = staging.error
-            if staging is passed_on:
-                error = failure
-            elif staging.seen_by_loop or staging.abandoned:
-                continue
-            elif error is None and self._active_contexts(staging.parts):
-                # Nothing newer goes through the gate until the workers below have this update.
+            if staging is not passed_on:
+                if staging.seen_by_loop or staging.abandoned:
+                    continue
                 staging.seen_by_loop = True
-                self.passing_on = self.loop.create_task(self._pass_on(offered, staging))
-                return
-            staging.seen_by_loop = True
+                if staging.error is None and self._active_contexts(staging.parts):
+                    # Nothing newer goes through the gate until the workers below have this update.
+                    self.passing_on = self.loop.create_task(self._pass_on(offered, staging))
+                    return
             if self.observer.has_listeners:
-                self.observer.finished(staging, error)
-            if error is not None:
-                self.machine.failed(staging, error)
+                self.observer.finished(staging, staging.error)
+            if staging.error is not None:
+                self.machine.failed(staging, staging.error)
             else:
                 self.machine.applied(staging)
                 self._clean_soon(staging)
 
-    def _report_results_on_loop(
-        self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
-    ) -> None:
+    def _report_results_on_loop(self, offered: list[Staging], passed_on: Staging | None = None) -> None:
         with self.guard():
-            self._report_results(offered, passed_on, failure)
+            self._report_results(offered, passed_on)
             if not self.closed:
                 self.act_on_changes()
 
@@ -179,7 +172,6 @@ class Applying(Link):
         An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
         another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
         """
-        failure: Exception | None = None
         try:
             for context in self._active_contexts(staging.parts):
                 own = {m: part.slab for m, part in staging.parts.items() if self.contexts.get(m) is context}
@@ -189,9 +181,9 @@ class Applying(Link):
         except BaseException as error:
             if self.closed:
                 raise
-            failure = as_exception(error)  # a CancelledError came from the user's code: shutdown() was not called
+            staging.error = as_exception(error)  # a CancelledError is the user's code's: shutdown() was not called
         self.passing_on = None
-        self._report_results_on_loop(offered, staging, failure)
+        self._report_results_on_loop(offered, staging)
 
     def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
