@@ -60,6 +60,7 @@ class Applying(Link):
         self.contexts: dict[str, Any] = {}
         self.passing_on: asyncio.Task[None] | None = None
         self._cascade_thread = WorkThread("asyncsync-cascade")
+        self.answering: asyncio.Task[None] | None = None  # to the trainer's question what the models hold
         self._offered: list[Staging] = []  # the updates that the gate was given and has not finished
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None

@@ -32,7 +32,7 @@ from asyncsync.bus.carrier import Calls, Extracted, Member, Source
 from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
 from asyncsync.bus.status import DROPPED, BusStatus
 from asyncsync.bus.trainer import TrainerLink
-from asyncsync.bus.verifying import Differences
+from asyncsync.bus.verifying import Differences, verify
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
@@ -642,7 +642,7 @@ class BusCore:
         link, workers = self.trainer_link(), as_workers(worker_ids)
         link.check_workers(workers)
         workers = link.machine.membership.eligible([model_id]) if workers is None else workers
-        return await link.verifying.verify(model_id, workers, timeout)
+        return await verify(link, model_id, workers, timeout)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
         # Receiver: wait until each of these models is at most max_lag versions behind the sender.

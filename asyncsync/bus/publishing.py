@@ -73,7 +73,7 @@ class Publishing(Link):
         min_workers: how many workers an elastic trainer needs.
         pool: slabs for transports that have no pool.
         origin: in a tree, returns the version at its root that a publication stands for, and that version's metadata.
-        publish_lock: the running publication holds it.
+        publish_lock, verify_lock: the running publication, or verification, holds it.
         pools: the pools that shutdown must close.
         serving_transports: by descriptor, the transports that must act for each worker.
         admission: decides which clients may connect; None: all may.
@@ -91,7 +91,7 @@ class Publishing(Link):
         self.pool = SlabPool(partial(call_soon, self.loop, self.notify))
         self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
-        self.publish_lock = FairLock()
+        self.publish_lock, self.verify_lock = FairLock(), FairLock()
         self.serving_transports: dict[bytes, Carrier] = {}
         self.fast_path: TrainerFastPath | None = None
         self.used_time_slice = False

@@ -17,7 +17,6 @@ from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.status import BusStatus, Reporter, trainer_metrics, worker_status
-from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
@@ -119,7 +118,6 @@ class TrainerLink(Publishing):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._side_channel_receiver, self.crash)
         undo.callback(self.side_channels.close)
-        self.verifying = TrainerVerifying(self)
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Open a socket beside this address to which workers can subscribe. If that fails, there is no fan-out."""

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fast_path import WorkerFastPath
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_metrics
-from asyncsync.bus.verifying import WorkerVerifying
+from asyncsync.bus.verifying import answer
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.model.strategy import Binding
@@ -93,7 +94,6 @@ class WorkerLink(Applying, Memory):
             receive = self._receive, self._receive_broadcast
             self.connection = SenderConnection(socket, *receive, sender, session, credentials, find, events, self.crash)
             undo.callback(self.connection.close)
-            self.verifying = WorkerVerifying(self)
             undo.pop_all()
         self.opened()
 
@@ -358,8 +358,9 @@ class WorkerLink(Applying, Memory):
             self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
             self._offer_to_gate()
-        if machine.open_question is not None:
-            self.verifying.begin_answer(machine.open_question)
+        if machine.open_question is not None and self.answering is None and not (machine.leaving or self.closed):
+            # In an empty context: the caller's may be inside a hold, and the task's own hold must not count as nested.
+            self.answering = self.loop.create_task(answer(self, machine.open_question), context=Context())
         while machine.fetches and not self.closed:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self.transports.get(machine.session.local(part.model_id), self._guest_transport)
@@ -439,7 +440,9 @@ class WorkerLink(Applying, Memory):
     async def _detach_models(self, models: Iterable[str]) -> bool:
         """Make these models independent of the trainer's memory, because they outlive their schemes and must not show
         what the trainer writes later. Returns False if a model still depends on it."""
-        await self.verifying.stop()
+        if (answering := self.answering) is not None:
+            answering.cancel()
+            await asyncio.wait([answering])
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # the trainer does not write its memory any more
         if self.copying:
