@@ -332,22 +332,17 @@ class Applying(Link):
         if error is not None and failed >= version:
             raise error.with_traceback(where)  # drops the frames of callers to which it was raised before
 
-    def _has_applied(self, model_id: str, version: int) -> bool:
-        """Whether a model holds this version, or a newer one. Raises the reason if it never will."""
-        if self.machine.holdings.version(model_id) >= version:
-            return True
+    def _has_applied(self, model_id: str, version: int, *, served: bool = False) -> bool:
+        """Whether a model holds this version, or a newer one. Raises the reason if it never will. ``served``: a refusal
+        counts even if the model holds the version, but only while the trainer still serves the refused layout."""
         session = self.machine.session
-        _raise_again(session.ended)
-        _raise_again(session.refused.get(model_id))
-        self._check_failed(model_id, version)
-        return False
-
-    def _has_applied_served(self, model_id: str, version: int) -> bool:
-        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout. The
-        caller checks whether the session has ended."""
-        _raise_again(self.machine.session.mismatch(model_id))
+        if served:
+            _raise_again(session.mismatch(model_id))
         if self.machine.holdings.version(model_id) >= version:
             return True
+        _raise_again(session.ended)
+        if not served:
+            _raise_again(session.refused.get(model_id))
         self._check_failed(model_id, version)
         return False
 
@@ -429,7 +424,7 @@ class Applying(Link):
             self._registered([model_id])
             _raise_again(session.ended)
             target = machine.targets.get(model_id, 0)
-            return session.answered(first) and self._has_applied_served(model_id, target) and target > 0
+            return session.answered(first) and self._has_applied(model_id, target, served=True) and target > 0
 
         def late() -> str:
             why = self._why_not_yet(model_id)
@@ -491,7 +486,7 @@ class Applying(Link):
                 needed.update({m: machine.targets.get(m, 0) - max_lag for m in models})
             for model_id in needed.keys() - self._registered(models):
                 del needed[model_id]
-            lacking = [m for m, v in needed.items() if not self._has_applied_served(m, v)]
+            lacking = [m for m, v in needed.items() if not self._has_applied(m, v, served=True)]
             return bool(needed) and not lacking
 
         while await self._wait_receiving(is_near, deadline - self.loop.time(), *models, again=ask):
