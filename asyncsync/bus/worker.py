@@ -456,9 +456,9 @@ class WorkerLink(Applying, Memory):
     async def _finish_shutdown(self, reads: bool) -> None:
         if self.closed:
             return
-        self.closed = True
         self.machine.bye("shutdown", reads=reads)
         self.act_on_changes()
+        self.closed = True
         others = self.passing_on, self.connection.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
