@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDict
-
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
 from asyncsync.bus.status import WorkerObserver
@@ -24,7 +22,7 @@ from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.rendezvous import SenderConnection
 from asyncsync.protocol.holdings import Acting, Staging, Taken
 from asyncsync.protocol.worker import Worker
-from asyncsync.runtime.threads import WorkThread, as_exception
+from asyncsync.runtime.threads import WorkThread, as_exception, call_soon
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch, epoch_text
 
@@ -43,7 +41,8 @@ class Applying(Link):
     ``shown`` has what each model's readers see: epoch, version, the version at the tree's root that this one stands for
     (without a tree, the same), and metadata. It changes together with the model, under the gate. ``manual`` has the
     models whose updates wait for ``receive`` (``apply="on_receive"``) or ``take``; ``receiving`` those of them for
-    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made.
+    which a caller waits right now; ``copying`` counts the copies of applied slabs that are being made. ``contexts``
+    has those with ``update_policy_weights_``, by model; ``passing_on`` is the task that passes an update on to them.
     """
 
     connection: SenderConnection  # of the trainer
@@ -58,7 +57,10 @@ class Applying(Link):
         self.manual: set[str] = set()
         self.receiving: list[str] = []
         self.copying = 0
-        self.cascade = Cascade()
+        self.contexts: dict[str, Any] = {}
+        self.passing_on: asyncio.Task[None] | None = None
+        self._cascade_thread = WorkThread("asyncsync-cascade")
+        self.answering: asyncio.Task[None] | None = None  # to the trainer's question what the models hold
         self._offered: list[Staging] = []  # the updates that the gate was given and has not finished
         self._gate_timer: asyncio.TimerHandle | None = None
         self._cleaning: asyncio.TimerHandle | None = None
@@ -80,23 +82,17 @@ class Applying(Link):
 
     def needs_only_gate(self, model_id: str) -> bool:
         """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
-        return self.cascade.task is None and model_id not in self.manual and not self.cascade.applies_to((model_id,))
-
-    def stop_applying(self) -> None:
-        self.cascade.close()
-        for timer in (self._gate_timer, self._cleaning):
-            if timer is not None:
-                timer.cancel()
+        return self.passing_on is None and model_id not in self.manual and not self._active_contexts((model_id,))
 
     def _offer_to_gate(self) -> None:
-        if self.cascade.task is not None or self.closed or self.machine.leaving:
+        if self.passing_on is not None or self.closed or self.machine.leaving:
             return
         offered = self._ready_for_gate() if self.manual else self.machine.staged.copy()
         if not offered or offered == self._offered:
             return
         self._offered = offered
         later = partial(self._report_results_on_loop, offered)
-        update = Writer(partial(self._apply_all, offered), lambda error: self.call_from_thread(later))
+        update = Writer(partial(self._apply_all, offered), lambda error: call_soon(self.loop, later))
         if self.gate.try_apply(update):
             self._report_results(offered)
             return
@@ -136,40 +132,59 @@ class Applying(Link):
                         self.show(staging.epoch, staging.acting)
                 staging.over = True
 
-    def _report_results(self, offered: list[Staging]) -> None:
-        """The gate has finished these updates: report each, after it was passed on to the workers below, if any."""
+    def _report_results(self, offered: list[Staging], passed_on: Staging | None = None) -> None:
+        """The gate has finished these updates: report each, after it was passed on to the workers below, if any.
+        ``passed_on`` was passed on just now, or that has failed."""
         if self._offered is offered:
             self._offered = []
         for staging in offered:
-            if staging.seen_by_loop or staging.abandoned:
-                continue
-            staging.seen_by_loop = True
-            if staging.error is None and self.cascade.applies_to(staging.parts):
-                # Nothing newer goes through the gate until the workers below have this update.
-                slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
-                self.cascade.begin(slabs, partial(self._report_results_on_loop, offered, staging))
-                return
-            self._report_result(staging, staging.error)
+            if staging is not passed_on:
+                if staging.seen_by_loop or staging.abandoned:
+                    continue
+                staging.seen_by_loop = True
+                if staging.error is None and self._active_contexts(staging.parts):
+                    # Nothing newer goes through the gate until the workers below have this update.
+                    self.passing_on = self.loop.create_task(self._pass_on(offered, staging))
+                    return
+            if self.observer.has_listeners:
+                self.observer.finished(staging, staging.error)
+            if staging.error is not None:
+                self.machine.failed(staging, staging.error)
+            else:
+                self.machine.applied(staging)
+                self._clean_soon(staging)
 
-    def _report_results_on_loop(
-        self, offered: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
-    ) -> None:
-        """A callback of the loop: :meth:`_report_results`, after the cascade has passed one update on, if it has."""
+    def _report_results_on_loop(self, offered: list[Staging], passed_on: Staging | None = None) -> None:
         with self.guard():
-            if passed_on is not None:
-                self._report_result(passed_on, failure)
-            self._report_results(offered)
+            self._report_results(offered, passed_on)
             if not self.closed:
                 self.act_on_changes()
 
-    def _report_result(self, staging: Staging, error: Exception | None) -> None:
-        if self.observer.has_listeners:
-            self.observer.finished(staging, error)
-        if error is not None:
-            self.machine.failed(staging, error)
-            return
-        self.machine.applied(staging)
-        self._clean_soon(staging)
+    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
+        """The contexts of these models that have workers, read at each update: a collector may get them later."""
+        if not self.contexts or self.closed:
+            return []
+        found = {id(context): context for m in models if (context := self.contexts.get(m)) is not None}
+        return [context for context in found.values() if getattr(context, "cascades", True)]
+
+    async def _pass_on(self, offered: list[Staging], staging: Staging) -> None:
+        """Call each context once, with TensorDicts of its own, then report the update as applied or failed.
+
+        An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
+        another scheme, whose loop thread must stay free. The coroutine of a coroutine function runs on the loop.
+        """
+        try:
+            for context in self._active_contexts(staging.parts):
+                own = {m: part.slab for m, part in staging.parts.items() if self.contexts.get(m) is context}
+                result = await self._cascade_thread.submit(partial(_call, context.update_policy_weights_, own))
+                if inspect.isawaitable(result):
+                    await result
+        except BaseException as error:
+            if self.closed:
+                raise
+            staging.error = as_exception(error)  # a CancelledError is the user's code's: shutdown() was not called
+        self.passing_on = None
+        self._report_results_on_loop(offered, staging)
 
     def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
@@ -192,18 +207,6 @@ class Applying(Link):
 
     # -- versions that the user's code takes ---------------------------------------------------------------------------
 
-    def unapplied(self, models: Iterable[str]) -> dict[str, Any]:
-        """The fields of a WorkerStatus about versions that are not applied."""
-        machine = self.machine
-        ready = [*machine.staged, *([] if machine.held is None else [machine.held])]
-        taken = [] if machine.taken is None else [machine.taken.staging]
-        errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
-
-        def newest(updates: list[Staging]) -> int:
-            return max([v for one in updates for m, v in one.versions.items() if m in models], default=0)
-
-        return {"staged": newest(ready), "taken": newest(taken), "failure": "".join(errors[-1:])}
-
     async def take(self, model_id: str, version: int | None, epoch: str | None, timeout: float) -> Taken:
         """Wait for a version of this model, and lend it to the user's code until :meth:`give_back`. Raises AckTimeout;
         Superseded: a newer version has replaced it; RuntimeError: a version is taken already; SchemaMismatch or the
@@ -221,9 +224,9 @@ class Applying(Link):
             is_later_epoch = epoch is not None and epoch > now
             if not is_later_epoch and (never := machine.why_not_taken(model_id, version)) is not None:
                 raise never
-            self._check_ended()
+            _raise_again(session.ended)
             if not is_later_epoch:
-                self._check_refused(model_id)
+                _raise_again(session.refused.get(model_id))
             return False
 
         machine.check_again(model_id, self.loop.time())
@@ -236,7 +239,7 @@ class Applying(Link):
             )
         taken = machine.take(model_id, version)
         if self.observer.has_listeners:
-            self.observer.taken(taken.staging)
+            self.observer.emit("update.taken", self.observer.traces.get(taken.staging.serial))
         return taken
 
     def give_back(self, taken: Taken, error: BaseException | None, *, unused: bool = False) -> None:
@@ -324,35 +327,22 @@ class Applying(Link):
             return here
         raise ClosedError("this scheme was shut down")
 
-    def _check_ended(self) -> None:
-        if (ended := self.machine.session.ended) is not None:
-            raise _copy_of(ended)
-
-    def _check_refused(self, model_id: str) -> None:
-        if (refusal := self.machine.session.refused.get(model_id)) is not None:
-            raise _copy_of(refusal)
-
     def _check_failed(self, model_id: str, version: int = 0) -> None:
         failed, error, where = self.machine.holdings.error.get(model_id, (-1, None, None))
         if error is not None and failed >= version:
             raise error.with_traceback(where)  # drops the frames of callers to which it was raised before
 
-    def _has_applied(self, model_id: str, version: int) -> bool:
-        """Whether a model holds this version, or a newer one. Raises the reason if it never will."""
+    def _has_applied(self, model_id: str, version: int, *, served: bool = False) -> bool:
+        """Whether a model holds this version, or a newer one. Raises the reason if it never will. ``served``: a refusal
+        counts even if the model holds the version, but only while the trainer still serves the refused layout."""
+        session = self.machine.session
+        if served:
+            _raise_again(session.mismatch(model_id))
         if self.machine.holdings.version(model_id) >= version:
             return True
-        self._check_ended()
-        self._check_refused(model_id)
-        self._check_failed(model_id, version)
-        return False
-
-    def _has_applied_served(self, model_id: str, version: int) -> bool:
-        """As :meth:`_has_applied`, but a refusal counts only while the trainer still serves the refused layout. The
-        caller checks whether the session has ended."""
-        if (mismatch := self.machine.session.mismatch(model_id)) is not None:
-            raise _copy_of(mismatch)
-        if self.machine.holdings.version(model_id) >= version:
-            return True
+        _raise_again(session.ended)
+        if not served:
+            _raise_again(session.refused.get(model_id))
         self._check_failed(model_id, version)
         return False
 
@@ -382,19 +372,19 @@ class Applying(Link):
             self._registered([model_id])
             # If this worker has refused the weights, the trainer may have withdrawn them by now, or have left.
             if not machine.holdings.version(model_id):
-                self._check_refused(model_id)
+                _raise_again(session.refused.get(model_id))
             if machine.is_connected(model_id):
                 return True
-            self._check_ended()
-            self._check_refused(model_id)
+            _raise_again(session.ended)
+            _raise_again(session.refused.get(model_id))
             if not machine.takes:  # the user's code can take a version again after it has failed
                 self._check_failed(model_id)
             return False
 
         if model_id not in session.refused or machine.holdings.version(model_id):
-            self._check_ended()
+            _raise_again(session.ended)
         machine.check_again(model_id, self.loop.time())
-        self._check_refused(model_id)  # the layout that did not fit before does not fit now, either
+        _raise_again(session.refused.get(model_id))  # the layout that did not fit before does not fit now, either
         in_time = await self._wait_receiving(is_connected, deadline - self.loop.time(), model_id)
         if in_time and machine.takes:
             ask = partial(session.request, root=True)
@@ -419,7 +409,7 @@ class Applying(Link):
             if mark is not None and (after is None or mark > after):
                 return True
             self._registered([model_id])
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         return self.mark(model_id) if await self._wait_receiving(is_newer, timeout, model_id) else None
@@ -432,9 +422,9 @@ class Applying(Link):
 
         def is_current() -> bool:
             self._registered([model_id])
-            self._check_ended()
+            _raise_again(session.ended)
             target = machine.targets.get(model_id, 0)
-            return session.answered(first) and self._has_applied_served(model_id, target) and target > 0
+            return session.answered(first) and self._has_applied(model_id, target, served=True) and target > 0
 
         def late() -> str:
             why = self._why_not_yet(model_id)
@@ -470,7 +460,7 @@ class Applying(Link):
             lacking = [m for m in due if m in here and not self._has_applied(m, version)]
             if due and not lacking:
                 return True
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         if not await self.wait(are_applied, timeout):
@@ -489,14 +479,14 @@ class Applying(Link):
         first, epoch = ask(), session.epoch
 
         def is_near() -> bool:
-            self._check_ended()
+            _raise_again(session.ended)
             if session.epoch != epoch:
                 return True  # another trainer, which has its own versions: ask that one
             if not needed and session.answered(first, root=True):
                 needed.update({m: machine.targets.get(m, 0) - max_lag for m in models})
             for model_id in needed.keys() - self._registered(models):
                 del needed[model_id]
-            lacking = [m for m, v in needed.items() if not self._has_applied_served(m, v)]
+            lacking = [m for m, v in needed.items() if not self._has_applied(m, v, served=True)]
             return bool(needed) and not lacking
 
         while await self._wait_receiving(is_near, deadline - self.loop.time(), *models, again=ask):
@@ -517,7 +507,7 @@ class Applying(Link):
         def has_acted() -> bool:
             if self.newest_shown(models).origin >= version:
                 return True
-            self._check_ended()
+            _raise_again(self.machine.session.ended)
             return False
 
         if not await self.wait(has_acted, timeout):
@@ -526,12 +516,12 @@ class Applying(Link):
                 f"{self.newest_shown(models).origin}"
             )
 
-    async def copy_held(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
-        """Call ``then`` with a copy of the newest applied slab, and return its result. The caller owns the copy."""
+    async def copy_held(self, model_id: str) -> Slab:
+        """A copy of the newest applied slab."""
         slab = self.machine.holdings.updates[model_id][2].retain()
         self.copying += 1
         try:
-            return then(await self.run_inline_or_in_thread(slab.copy, slab.nbytes))
+            return await self.run_inline_or_in_thread(slab.copy, slab.nbytes)
         finally:
             self.copying -= 1
             slab.release()
@@ -539,86 +529,19 @@ class Applying(Link):
                 self.act_on_changes()  # the trainer may be waiting for it
 
 
-def _copy_of(error: WeightSyncError) -> WeightSyncError:
-    """A fresh exception with the same message, because raising one object in several places piles up tracebacks."""
-    return type(error)(*error.args)
+def _raise_again(error: WeightSyncError | None) -> None:
+    """Raise a fresh exception with this one's message, because raising one object in several places piles up
+    tracebacks. None: do nothing."""
+    if error is not None:
+        raise type(error)(*error.args)
 
 
-class Cascade:
-    """Passes updates on to the contexts of a worker's models. While ``task`` is not None, it passes one update on.
-
-    An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
-    another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
-    """
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self._contexts: dict[str, Any] = {}
-        self._thread = WorkThread("asyncsync-cascade")
-        self._closed = False
-
-    def add(self, model_id: str, context: Any) -> None:
-        if callable(getattr(context, "update_policy_weights_", None)):
-            self._contexts[model_id] = context
-
-    def remove(self, model_id: str) -> None:
-        self._contexts.pop(model_id, None)
-
-    def applies_to(self, models: Iterable[str]) -> bool:
-        return bool(self._contexts) and not self._closed and bool(self._active_contexts(models))
-
-    def _active_contexts(self, models: Iterable[str]) -> list[Any]:
-        """The contexts of these models that have workers, read at each update: a collector may get them later."""
-        found = {id(context): context for m in models if (context := self._contexts.get(m)) is not None}
-        return [context for context in found.values() if getattr(context, "cascades", True)]
-
-    def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        """Pass one update on, then call ``then`` on the loop with the exception that ``update_policy_weights_`` raised,
-        or None. Each context is called once, with TensorDicts of its own. Until ``then``, the slabs must not change."""
-        self.task = asyncio.get_running_loop().create_task(self._run(slabs, then))
-
-    async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
-        failure: Exception | None = None
-        try:
-            for context in self._active_contexts(slabs):
-                await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
-        except BaseException as error:
-            if self._closed:
-                raise
-            failure = as_exception(error)  # a CancelledError came from the user's code, because close() was not called
-        self.task = None
-        then(failure)
-
-    async def _pass_on(self, context: Any, slabs: Mapping[str, Slab]) -> None:
-        function = context.update_policy_weights_
-        if inspect.iscoroutinefunction(function):
-            await _call(function, await self._thread.submit(lambda: _copies(slabs)))
-            return
-
-        def call() -> Any:
-            try:
-                return _call(function, _copies(slabs))
-            except BaseException as error:
-                raise as_exception(error)  # noqa: B904 - it has its cause
-
-        result = await self._thread.submit(call)
-        if inspect.isawaitable(result):  # an ordinary function that returns a coroutine
-            await result
-
-    def close(self) -> None:
-        """Cancel the task. The thread ends when the user's code returns; this does not wait for it."""
-        self._closed = True
-        if self.task is not None:
-            self.task.cancel()
-        self._thread.abandon()
-
-
-def _copies(slabs: Mapping[str, Slab]) -> dict[str, TensorDict]:
-    return {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
-
-
-def _call(function: Any, weights: dict[str, TensorDict]) -> Any:
-    if len(weights) > 1:
-        return function(weights_dict=weights)
-    [(model_id, only)] = weights.items()
-    return function(only, model_id=model_id)
+def _call(function: Any, slabs: Mapping[str, Slab]) -> Any:
+    try:
+        weights = {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
+        if len(weights) > 1:
+            return function(weights_dict=weights)
+        [(model_id, only)] = weights.items()
+        return function(only, model_id=model_id)
+    except BaseException as error:
+        raise as_exception(error)  # noqa: B904 - it has its cause

@@ -30,9 +30,9 @@ from asyncsync.arguments import (
 )
 from asyncsync.bus.carrier import Calls, Extracted, Member, Source
 from asyncsync.bus.link import EXIT_SECONDS, FairLock, is_fast_path_on
-from asyncsync.bus.status import BusStatus
+from asyncsync.bus.status import DROPPED, BusStatus
 from asyncsync.bus.trainer import TrainerLink
-from asyncsync.bus.verifying import Differences
+from asyncsync.bus.verifying import Differences, verify
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
@@ -196,7 +196,7 @@ class BusCore:
         self.role: str | None = None
         self.pid = 0
         self.schemes: dict[str, Member] = {}
-        self._link: TrainerLink | WorkerLink | None = None  # None until connect()
+        self.link: TrainerLink | WorkerLink | None = None  # None until connect()
         self.gate: Gate | None = None
         self._worker: int | None = None
         self._index_comes_late = False
@@ -237,7 +237,7 @@ class BusCore:
 
     def check_role(self, role: str) -> None:
         if self.role is not None and self.pid != os.getpid():
-            if self._link is not None:
+            if self.link is not None:
                 raise RuntimeError(
                     "this scheme or bus was connected before the fork, so the forked child cannot use it: pass "
                     "it to the child before you connect it"
@@ -291,8 +291,8 @@ class BusCore:
         # private: no other scheme may join this bus, so init_on_sender() may replace what an earlier call gave. Raises
         # ValueError if this bus has another number already, or if the given one is below its min_workers.
         check_count("num_workers", num_workers)
-        given = self._constructor_num_workers if private and self._link is None else self.num_workers
-        if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
+        given = self._constructor_num_workers if private and self.link is None else self.num_workers
+        if given not in (None, num_workers) or (self.link is not None and self.num_workers != num_workers):
             raise _disagreement("num_workers", self.num_workers, num_workers)
         check_quorum(num_workers, self.min_workers)
         self.num_workers = num_workers
@@ -300,7 +300,7 @@ class BusCore:
     def set_min_workers(self, min_workers: int, *, private: bool) -> None:
         # The same for min_workers; but even with private, only the default, 1, can be replaced.
         check_count("min_workers", min_workers, least=0)
-        if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
+        if self.min_workers != min_workers and (self.min_workers != 1 or self.link is not None or not private):
             raise _disagreement("min_workers", self.min_workers, min_workers)
         check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
@@ -314,10 +314,6 @@ class BusCore:
         copy.unlinked_version = max(copy.unlinked_version, self.unlinked_version)
         return copy
 
-    @property
-    def link(self) -> TrainerLink | WorkerLink | None:
-        return self._link
-
     def read_link(self, function: Callable[[], T]) -> T:
         # Call a function that reads the link's state; the blocking API's bus calls it on the link's loop.
         return function()
@@ -326,15 +322,15 @@ class BusCore:
 
     def trainer_link(self) -> TrainerLink:
         self.check_open("sender")
-        if not isinstance(self._link, TrainerLink):
+        if not isinstance(self.link, TrainerLink):
             raise NotConnected("this sender is not connected; call connect() first")
-        return self._link
+        return self.link
 
     def worker_link(self) -> WorkerLink:
         self.check_open("receiver")
-        if not isinstance(self._link, WorkerLink):
+        if not isinstance(self.link, WorkerLink):
             raise NotConnected("this receiver is not connected; call connect() first")
-        return self._link
+        return self.link
 
     def check_open(self, role: str) -> None:
         if self.is_shut_down:
@@ -346,7 +342,7 @@ class BusCore:
     def open_trainer(self, host: str = "") -> TrainerLink:
         # host: if the workers are introduced, bind a free port of this address, with keys.
         self.check_open("sender")
-        if self._link is None:
+        if self.link is None:
             link = TrainerLink(
                 tcp_endpoint(host, "*") if host else self.endpoint,
                 self.num_workers,
@@ -358,7 +354,7 @@ class BusCore:
             )
             link.origin = self._origin
             link.continue_from(self.unlinked_version)
-            self._link = link
+            self.link = link
             link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.trainer_link()
 
@@ -366,8 +362,8 @@ class BusCore:
         # Sender below a tree's root: each publication calls origin, which returns a version of the root and its
         # metadata. The new version stands for that one, and has its metadata unless the caller gives other metadata.
         self._origin = origin
-        if isinstance(self._link, TrainerLink):
-            self._link.origin = origin
+        if isinstance(self.link, TrainerLink):
+            self.link.origin = origin
 
     def open_worker(self, worker: int) -> WorkerLink:
         self.check_open("receiver")
@@ -379,9 +375,9 @@ class BusCore:
                 "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
             )
         self._worker = worker
-        if self._link is None:
+        if self.link is None:
             assert self.gate is not None
-            self._link = WorkerLink(
+            self.link = WorkerLink(
                 self.introduction or self.connect_endpoint,
                 worker,
                 self._settings(),
@@ -390,7 +386,7 @@ class BusCore:
                 monitoring=self.monitoring.in_this_process,
                 find=self.find_sender,
             )
-            self._link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
+            self.link.shut_down_with_loop(weakref.WeakMethod(self._shut_down_at_loop_end))
         return self.worker_link()
 
     async def _shut_down_at_loop_end(self) -> None:
@@ -405,10 +401,10 @@ class BusCore:
         if self.gate is not None:
             self.gate.detach()
         try:
-            if self._link is not None and not already:
+            if self.link is not None and not already:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout):
-                        await self._link.shutdown()
+                        await self.link.shutdown()
         finally:
             for scheme in self.schemes.values():
                 await scheme.end_transport(timeout)
@@ -547,7 +543,7 @@ class BusCore:
         link = self.trainer_link()
         machine = link.end_fast_path()
         machine.check_staged(version)
-        link.observe_staged_drop()
+        link.observer.end(version, DROPPED)
         machine.drop()
         link.act_on_changes()
 
@@ -647,7 +643,7 @@ class BusCore:
         link, workers = self.trainer_link(), as_workers(worker_ids)
         link.check_workers(workers)
         workers = link.machine.membership.eligible([model_id]) if workers is None else workers
-        return await link.verifying.verify(model_id, workers, timeout)
+        return await verify(link, model_id, workers, timeout)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
         # Receiver: wait until each of these models is at most max_lag versions behind the sender.
@@ -747,10 +743,10 @@ class BusCore:
 
     def newest_shown(self, models: Collection[str]) -> Acting:
         # Receiver: the newest version that any of these models shows.
-        return self._link.newest_shown(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
+        return self.link.newest_shown(models) if isinstance(self.link, WorkerLink) else Acting(0, 0)
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
-        if isinstance(link := self._link, TrainerLink):
+        if isinstance(link := self.link, TrainerLink):
             return decode_metadata(self.read_link(lambda: link.machine.targets.metadata))
         return self.newest_shown(models).shown.metadata
 
@@ -759,7 +755,7 @@ class BusCore:
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def continue_from(self, version: int) -> None:
-        link = self._link if isinstance(self._link, TrainerLink) else None
+        link = self.link if isinstance(self.link, TrainerLink) else None
         now = self.unlinked_version if link is None else link.machine.targets.version
         if version < now:
             raise ValueError(
@@ -773,12 +769,12 @@ class BusCore:
     @property
     def dropped(self) -> dict[str, int]:
         """How many messages were dropped, by reason: malformed, oversized, unknown layout or peer, another epoch."""
-        return {} if self._link is None else dict(self._link.dropped)
+        return {} if self.link is None else dict(self.link.dropped)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
         """``(host, port)`` at which this process serves metrics; None: it does not, or not yet."""
-        return None if self._link is None or self._link.metrics is None else self._link.metrics.address
+        return None if self.link is None or self.link.metrics is None else self.link.metrics.address
 
     def report(self) -> Report:
         """The report that ``asyncsync top`` shows of this sender. Raises NotConnected if it is not connected."""
@@ -786,18 +782,18 @@ class BusCore:
 
     def newest_target(self) -> int:
         # Receiver: the newest version that any of its models shows or should have; 0: none.
-        if not isinstance(link := self._link, WorkerLink):
+        if not isinstance(link := self.link, WorkerLink):
             return 0
         return max([link.newest_shown(self.schemes).version, *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
         # Receiver: raise Fenced if another process has taken this worker's place.
-        if isinstance(link := self._link, WorkerLink) and isinstance(ended := link.machine.session.ended, Fenced):
+        if isinstance(link := self.link, WorkerLink) and isinstance(ended := link.machine.session.ended, Fenced):
             raise Fenced(*ended.args)
 
     def check_loop(self) -> None:
-        if self._link is not None and not self.is_shut_down and not self._link.loop.is_closed():
-            self._link.check_loop()
+        if self.link is not None and not self.is_shut_down and not self.link.loop.is_closed():
+            self.link.check_loop()
 
 
 def _disagreement(name: str, there: int | None, given: int) -> ValueError:

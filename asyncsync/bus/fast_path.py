@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from operator import attrgetter
 from struct import Struct
 
@@ -50,36 +51,30 @@ KEPT_WINDOWS = 2  # one for each of the trainer's two slots
 _is_cpu = attrgetter("is_cpu")
 
 
+@dataclass(eq=False)
 class TrainerFastPath:
     """The trainer's fast path for one model, if :meth:`asyncsync.protocol.trainer.Trainer.steady` allows it.
 
-    ``newest`` is the slab of the newest version; this retains it. ``acquire`` returns another slab, or raises. Either
+    ``_newest`` is the slab of the newest version; this retains it. ``_acquire`` returns another slab, or raises. Either
     all slabs have a descriptor, or the bytes travel with the announcement. ``waiting`` has the workers that have not
     answered the newest version. ``waiter`` is woken when all have answered, or when the fast path ends.
     """
 
-    def __init__(
-        self,
-        machine: Trainer,
-        model_id: str,
-        known: SourceCache,
-        newest: Slab,
-        acquire: Callable[[], Slab],
-        workers: list[Peer],
-        send: Send,
-    ) -> None:
-        self.model_id = model_id
+    _machine: Trainer
+    model_id: str
+    _source_cache: SourceCache
+    _newest: Slab
+    _acquire: Callable[[], Slab]
+    _workers: list[Peer]
+    _send: Send
+
+    def __post_init__(self) -> None:
         self.waiting: set[Peer] = set()
         self.waiter: asyncio.Future[None] | None = None
-        self._machine = machine
-        self._epoch = machine.membership.epoch
-        self._next = acquire()
-        self._newest = newest.retain()
-        self._acquire = acquire
-        assert newest.layout is self._next.layout is known.layout
-        self._workers = workers
-        self._send = send
-        self._source_cache = known
+        self._epoch = self._machine.membership.epoch
+        self._next = self._acquire()
+        self._newest.retain()
+        assert self._newest.layout is self._next.layout is self._source_cache.layout
         self._began = 0.0
         self._unsent: list[Peer] = []
         self._again = self._expected = b""
@@ -142,58 +137,48 @@ class TrainerFastPath:
     def end(self) -> None:
         """Hand over to the machine, and wake the waiter. Call this once; the object cannot be used afterwards."""
         try:
-            self._hand_over()
+            self._next.release()
+            if self._expected:  # at least one version was published
+                waiting, unsent = self.waiting, self._unsent
+                self._machine.catch_up(self.model_id, self._newest, self._workers, waiting, unsent, self._began)
+            else:
+                self._newest.release()
         finally:
             self.wake()
 
-    def _hand_over(self) -> None:
-        self._next.release()
-        if self._expected:  # at least one version was published
-            waiting, unsent = self.waiting, self._unsent
-            self._machine.catch_up(self.model_id, self._newest, self._workers, waiting, unsent, self._began)
-        else:
-            self._newest.release()
 
-
+@dataclass(eq=False)
 class WorkerFastPath:
     """A worker's fast path for one model, if :meth:`asyncsync.protocol.worker.Worker.steady` allows it.
 
-    ``part`` is the part of the last update. ``slabs`` are the slab that holds it, and a second one; both are prepared
-    for this model, and this takes over the caller's references. ``window`` returns a view of the bytes that a
-    descriptor names; None: only the general path finds them. ``needs_only_gate``: see :class:`Applying`.
+    ``_part`` is the part of the last update. ``slabs`` are the slab that holds it, and a second one; both are prepared
+    for this model, and this takes over the caller's references. ``_window`` returns a view of the bytes that a
+    descriptor names; None: only the general path finds them. ``_needs_only_gate``: see :class:`Applying`.
     """
 
-    def __init__(
-        self,
-        machine: Worker,
-        model_id: str,
-        part: Part,
-        slabs: tuple[Slab, Slab],
-        gate: Gate,
-        window: Callable[[bytes], memoryview | None],
-        show: Show,
-        needs_only_gate: Callable[[], bool],
-    ) -> None:
+    _machine: Worker
+    _model_id: str
+    _part: Part
+    slabs: InitVar[tuple[Slab, Slab]]
+    _gate: Gate
+    _window: Callable[[bytes], memoryview | None]
+    _show: Show
+    _needs_only_gate: Callable[[], bool]
+
+    def __post_init__(self, slabs: tuple[Slab, Slab]) -> None:
+        machine, binding = self._machine, self._machine.models[self._model_id]
         assert machine.session.epoch is not None
-        self._machine = machine
-        self._model_id = model_id
-        self._part = part
+        assert binding.bound is not None
         self._newest, self._next = slabs
-        self._gate = gate
-        self._window = window
-        self._show = show
-        self._needs_only_gate = needs_only_gate
         self._epoch = machine.session.epoch
         self._prefix = messages.FIXED_HEAD.pack(messages.FIXED_FORM, Again.kind, *self._epoch)
-        binding = machine.models[model_id]
-        assert binding.bound is not None
         self._bound = binding.bound
         self._plans = self._bound.plans
         self._prepared = {slab: binding.reusable.get(slab) for slab in slabs}
         self._windows: dict[bytes, memoryview] = {}
         # The callback does nothing: if another thread applies an interrupted update, the general path reports it.
         self._update = Writer(self._apply, lambda error: None)
-        self._version = machine.holdings.version(model_id)
+        self._version = machine.holdings.version(self._model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 

@@ -18,20 +18,21 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from asyncsync.bus.status import link_metrics
+from asyncsync.bus.status import by_label, counter
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import DESCRIPTORS_PER_LINK, descriptor_shortage
 from asyncsync.net.zmq_private import Context
-from asyncsync.runtime.threads import WorkThread, call_soon, finish
+from asyncsync.runtime.threads import WorkThread, finish
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
 
+T = TypeVar("T")
 Shutdown = weakref.WeakMethod[Callable[[], Awaitable[None]]]
 # The event loop makes copies of up to this size itself; the work thread makes larger ones.
 INLINE_BYTES = 4 << 20
@@ -81,7 +82,7 @@ class Link(ABC):
         if self.metrics is not None:
             reference = weakref.ref(self)  # the metrics must not keep a link alive that the user has dropped
 
-            def collect() -> list[Metric]:
+            async def collect() -> list[Metric]:
                 link = reference()
                 return [] if link is None else link.collect_metrics()
 
@@ -97,11 +98,19 @@ class Link(ABC):
         For this, an asynchronous generator is begun. ``loop.shutdown_asyncgens()`` closes it after all tasks were
         cancelled, and while the loop still runs.
         """
-        at_loop_end = _shut_down_at_loop_end(self, shutdown)
-        assert isinstance(at_loop_end, AsyncGeneratorType)
-        self._at_loop_end = at_loop_end
+
+        async def at_loop_end() -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    await (shutdown() or self.shutdown)()
+
+        generator = at_loop_end()
+        assert isinstance(generator, AsyncGeneratorType)
+        self._at_loop_end = generator
         with suppress(StopIteration):
-            self._at_loop_end.__anext__().send(None)
+            generator.__anext__().send(None)
 
     def __del__(self) -> None:
         if self._at_exit is not None and not self.closed and not self.is_inherited:
@@ -134,7 +143,10 @@ class Link(ABC):
         """Send BYE, close the sockets and release the slabs. Idempotent."""
 
     def collect_metrics(self) -> list[Metric]:
-        return link_metrics(self.dropped, self.stalled_seconds)
+        return [
+            counter("dropped_messages", "Messages that were dropped.", by_label(self.dropped), ("reason",)),
+            counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): self.stalled_seconds}),
+        ]
 
     @abstractmethod
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
@@ -162,7 +174,6 @@ class Link(ABC):
             self.crash(error)
 
     def count_dropped(self, error: ProtocolError, source: str) -> None:
-        """Count a message that was dropped because of this error; log the first one with each reason."""
         reason = f"{type(error).__name__}: {error}" if len(self.dropped) < 100 else type(error).__name__
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
@@ -190,7 +201,6 @@ class Link(ABC):
             raise WeightSyncError(f"the bus has failed: {self.failure!r}") from self.failure
 
     def check_loop(self) -> None:
-        """Raise RuntimeError if the running event loop is not the link's."""
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError("this scheme or bus was connected on another event loop; await it there")
 
@@ -213,7 +223,7 @@ class Link(ABC):
             try:
                 await waiter
             finally:
-                del self.waiters[waiter]
+                self.waiters.pop(waiter, None)
                 if timer is not None:
                     timer.cancel()
         return True
@@ -229,11 +239,7 @@ class Link(ABC):
                 if is_over:
                     waiter.set_result(None)
 
-    def call_from_thread(self, function: Callable[[], object]) -> None:
-        """From any thread: have the event loop call this. If the loop is closed, do nothing: no coroutine waits."""
-        call_soon(self.loop, function)
-
-    async def run_inline_or_in_thread(self, function: Callable[[], Any], nbytes: int) -> Any:
+    async def run_inline_or_in_thread(self, function: Callable[[], T], nbytes: int) -> T:
         """Run a function: at once if it touches few bytes, else in the work thread, to its end even if cancelled."""
         if nbytes <= INLINE_BYTES:
             return function()
@@ -244,6 +250,7 @@ class Link(ABC):
         if self.closed or self.is_inherited:
             return
         self.closed = True
+        self.waiters.clear()  # the loop does not run any more, so they cannot be woken
         self._cancel_exit_hooks()
         with ExitStack() as stack:
             stack.callback(self.thread.abandon)
@@ -281,14 +288,6 @@ _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-async def _shut_down_at_loop_end(link: Link, shutdown: Shutdown) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        if not link.closed:
-            await (shutdown() or link.shutdown)()
 
 
 def _shut_down_all() -> None:

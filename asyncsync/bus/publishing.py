@@ -21,13 +21,13 @@ import torch
 from asyncsync.bus.carrier import Carrier, Member, Source
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.link import INLINE_BYTES, FairLock, Link
-from asyncsync.bus.status import Trace, TrainerObserver
+from asyncsync.bus.status import DROPPED, Trace, TrainerObserver
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.monitor.trace import Hook
 from asyncsync.net.keys import Admission
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
-from asyncsync.runtime.threads import finish
+from asyncsync.runtime.threads import call_soon, finish
 from asyncsync.weights.encoding import Encoded, Encoding
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import CACHED_BYTES, Slab, SlabPool, SourceCache, pack
@@ -56,18 +56,12 @@ BUSY_SECONDS = 0.0007
 
 
 class _PackJob(NamedTuple):
-    """Weights, and the slab into which to pack them."""
-
     slab: Slab
     flat: FlatWeights
     tensors: list[torch.Tensor] | None  # in the layout's order; None: pack() arranges them
     memory: list[memoryview] | None  # their bytes, if these are the tensors of the last publication, in the same memory
-
-    def pack(self, progress: Callable[[], None] | None = None) -> None:
-        if self.memory is not None:
-            copy_bytes(self.slab.pieces, self.memory)
-            return
-        pack(self.slab, self.flat, progress, self.tensors)
+    transport: Carrier
+    workers: Iterable[int] | None  # that get this slab; None: all
 
 
 class Publishing(Link):
@@ -78,12 +72,13 @@ class Publishing(Link):
         min_workers: how many workers an elastic trainer needs.
         pool: slabs for transports that have no pool.
         origin: in a tree, returns the version at its root that a publication stands for, and that version's metadata.
-        publish_lock: the running publication holds it.
+        publish_lock, verify_lock: the running publication, or verification, holds it.
         pools: the pools that shutdown must close.
         serving_transports: by descriptor, the transports that must act for each worker.
         admission: decides which clients may connect; None: all may.
         fast_path: None while it is off.
         used_time_slice: whether the latest publication has used up this thread's time slice.
+        source_caches: by model, where the tensors of its latest publication lie, and their layout. Any thread may look.
     """
 
     admission: Admission | None = None
@@ -92,14 +87,14 @@ class Publishing(Link):
         super().__init__("asyncsync-pack", descriptors)
         self.machine = machine
         self.min_workers = min_workers
-        self.pool = SlabPool(partial(self.call_from_thread, self.notify))
+        self.pool = SlabPool(partial(call_soon, self.loop, self.notify))
         self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
-        self.publish_lock = FairLock()
+        self.publish_lock, self.verify_lock = FairLock(), FairLock()
         self.serving_transports: dict[bytes, Carrier] = {}
         self.fast_path: TrainerFastPath | None = None
         self.used_time_slice = False
-        self._source_caches: dict[str, SourceCache] = {}  # by model; where the published tensors lie
+        self.source_caches: dict[str, SourceCache] = {}
         self.pools = {self.pool}
         self._awaited_pool: SlabPool | None = None  # in which the running publication waits for a free slab
         self._is_encoding = self._cannot_encode = False
@@ -115,11 +110,6 @@ class Publishing(Link):
         if fast is not None:
             fast.end()
         return self.machine
-
-    def latest_layout(self, model_id: str) -> Layout | None:
-        """The layout of the latest publication of a model; None: there was none. May be called in any thread."""
-        known = self._source_caches.get(model_id)
-        return None if known is None else known.layout
 
     # -- the general path ----------------------------------------------------------------------------------------------
 
@@ -155,44 +145,48 @@ class Publishing(Link):
         try:
             begun = self.loop.time()
             self.check_usable()
-            self.end_fast_path()
-            machine.check_open()
+            self.end_fast_path().check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            trace = observer.begin(sources)
+            if observer.has_listeners or observer.durations is not None:
+                trace = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():
-                given = model_id, transports[model_id].pool or self.pool, jobs, deadline
+                given = model_id, transports[model_id], jobs, deadline
                 if isinstance(source, FlatWeights):
-                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
+                    parts[model_id] = await self._acquire(source, workers, *given, alone=len(sources) == 1)
                 else:
                     count = len(source)
-                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
+                    parts[model_id] = {w: await self._acquire(f, [w], *given, count=count) for w, f in source.items()}
             for job in jobs:
                 job.slab.origin = origin
             streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, trace)
-            for job in jobs:
+            for slab, flat, tensors, memory, *_ in jobs:
                 self.check_usable()  # if the link was shut down meanwhile, a new work thread would never end
-                await self.run_inline_or_in_thread(job.pack, job.slab.nbytes)
-                if job.slab.nbytes > INLINE_BYTES:
+                if memory is not None:
+                    copy_bytes(slab.pieces, memory)
+                elif slab.nbytes <= INLINE_BYTES:
+                    pack(slab, flat, None, tensors)
+                else:
+                    await finish(self.thread.submit(partial(pack, slab, flat, None, tensors)))
                     begun = self.loop.time()  # this thread has waited, so it has a new time slice
             if trace is not None:
                 observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
-            for model_id, part in parts.items():
-                transport = transports[model_id]
-                slabs = [(workers, part)] if isinstance(part, Slab) else [([w], slab) for w, slab in part.items()]
-                for recipients, slab in slabs:
-                    if (descriptor := await transport.offer(slab, recipients)) is not None:
-                        slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
-                        if type(transport).serve is not Carrier.serve:
-                            self.serving_transports[descriptor] = transport
+            for job in jobs:
+                slab, transport = job.slab, job.transport
+                if (descriptor := await transport.offer(slab, job.workers)) is not None:
+                    slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+                    if type(transport).serve is not Carrier.serve:
+                        self.serving_transports[descriptor] = transport
             self.check_usable()
-            self.observe_staged_drop()
+            if (staged := machine.targets.staged) is not None:
+                observer.end(staged.version, DROPPED)
             version = machine.publish(parts, workers, self.loop.time(), metadata, stages=stages)
-            observer.published(trace, version, machine.membership.epoch)
+            if trace is not None:
+                observer.published(trace, version, machine.membership.epoch)
             self.used_time_slice = self.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
             observer.abandoned(trace, error)
@@ -225,15 +219,17 @@ class Publishing(Link):
         targets = self.machine.targets
         replaced = targets.retain_current(parts)
         version = None
-        self.observe_staged_drop()
+        if (staged := targets.staged) is not None:
+            self.observer.end(staged.version, DROPPED)
         try:
             version = self.machine.publish(parts, workers, self.loop.time(), metadata)
-            self.observer.published(trace, version, self.machine.membership.epoch)
+            if trace is not None:
+                self.observer.published(trace, version, self.machine.membership.epoch)
             self.act_on_changes()
 
             def pack_all() -> None:
-                progress = partial(self.call_from_thread, self.packed)
-                job.pack(progress)
+                progress = partial(call_soon, self.loop, self.packed)
+                pack(job.slab, job.flat, progress, job.tensors)
                 progress()
 
             await finish(self.thread.submit(pack_all))
@@ -248,11 +244,6 @@ class Publishing(Link):
         self.check_usable()
         return version
 
-    def observe_staged_drop(self) -> None:
-        """The staged version, if there is one, is about to be dropped: end its trace."""
-        if (staged := self.machine.targets.staged) is not None:
-            self.observer.end(staged.version, "it was dropped")
-
     def packed(self) -> None:
         """More of a slab is packed or encoded: send it to the workers that wait for it."""
         if not self.closed:
@@ -264,8 +255,9 @@ class Publishing(Link):
     async def _acquire(
         self,
         flat: FlatWeights,
+        workers: Iterable[int] | None,
         model_id: str,
-        pool: SlabPool,
+        transport: Carrier,
         jobs: list[_PackJob],
         deadline: float,
         *,
@@ -275,27 +267,27 @@ class Publishing(Link):
         """A slab for these weights. It is added to the jobs at once, because :meth:`publish` releases the slabs of all
         jobs, whatever happens. ``alone``: this is the publication's only slab, so it is packed before other code can
         run, unless this waits for room. ``count``: how many slabs the publication needs for this model."""
+        pool = transport.pool or self.pool
         self.pools.add(pool)
-        known = self._source_caches.get(model_id)
+        known = self.source_caches.get(model_id)
         memory = known.lookup(flat) if known is not None and alone else None
         tensors = known.layout.arrange(flat) if known is not None and memory is None else None
         if known is None or (memory is None and tensors is None):
-            known = self._source_caches[model_id] = SourceCache(Layout.of(flat))
+            known = self.source_caches[model_id] = SourceCache(Layout.of(flat))
         if alone and memory is None:
             known.remember(flat)
         layout, pinned = known.layout, flat.ready is not None
 
         def acquire() -> Slab:
             slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_PackJob(slab, flat, tensors, memory))
+            jobs.append(_PackJob(slab, flat, tensors, memory, transport, workers))
             return slab
 
         if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.is_draining(layout.nbytes):
             return acquire()
         memory = None  # while this waits, a tensor may get other memory
         await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
-        slab: Slab = await self.run_inline_or_in_thread(acquire, layout.nbytes)
-        return slab
+        return await self.run_inline_or_in_thread(acquire, layout.nbytes)
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine
@@ -388,7 +380,7 @@ class Publishing(Link):
                     logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._cannot_encode = True
                 encoding.pieces[index] = Encoded(None)  # it travels unencoded
-            self.call_from_thread(self.packed)
+            call_soon(self.loop, self.packed)
 
     def _on_pieces_encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
         self._is_encoding = False
@@ -447,9 +439,9 @@ class Publishing(Link):
             return False  # the general path reports which workers are missing
         if any(peer.owes_answer or peer.slow for peer in peers):
             return False
-        known = self._source_caches.get(model_id)
+        known = self.source_caches.get(model_id)
         if known is None or known.layout is not layout:  # the latest layout was not accepted
-            known = self._source_caches[model_id] = SourceCache(layout)
+            known = self.source_caches[model_id] = SourceCache(layout)
 
         def acquire() -> Slab:
             slab = pool.acquire(layout)

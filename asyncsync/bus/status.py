@@ -41,6 +41,7 @@ STATES = ("live", "slow", "lost")
 ROLES = ("relay", "worker", "guest")  # in the order of a report
 STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
 SUPERSEDED = "a newer version has come"
+DROPPED = "it was dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,22 +245,21 @@ def trainer_metrics(report: Report, published: int) -> list[Metric]:
     labels = ("role", "worker")
     return [
         _gauge("version", "The newest version published.", {(): report.version}),
-        _counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
+        counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
         _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
-        _gauge("workers", "Workers, by state; relays and guests.", _by_label(report.counts), ("state",)),
+        _gauge("workers", "Workers, by state; relays and guests.", by_label(report.counts), ("state",)),
         _gauge("worker_applied_version", "The version the worker has applied.", applied, (*labels, "model")),
         _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), labels),
         _gauge("worker_staged_version", "Staged, and not applied.", each(lambda w: w.staged_version), labels),
         _gauge("worker_taken_version", "Taken by the worker's own code.", each(lambda w: w.taken_version), labels),
         _gauge("worker_state", "1 for the worker's current state.", states, (*labels, "state")),
         _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, labels),
-        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), labels),
-        _counter("refusals", "Connections and messages that were refused.", _by_label(report.refused), ("reason",)),
+        counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), labels),
+        counter("refusals", "Connections and messages that were refused.", by_label(report.refused), ("reason",)),
     ]
 
 
 def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
-    """``status`` is that of one worker; ``applied`` has the version that each model shows."""
     [(worker, one)] = status.items()
     labels, key = ("worker",), (str(worker),)
     versions = {(*key, name): float(version) for name, version in applied.items()}
@@ -271,19 +271,12 @@ def worker_metrics(status: BusStatus, applied: Mapping[str, int]) -> list[Metric
         _gauge("receiver_staged_version", "Staged, and not applied.", {key: one.staged}, labels),
         _gauge("receiver_taken_version", "Taken by the worker's own code.", {key: one.taken}, labels),
         _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*labels, "state")),
-        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, labels),
-        _counter("refusals", "Refused connection attempts.", _by_label(status.refused), ("reason",)),
+        counter("received_bytes", "Weights received.", {key: one.bytes_sent}, labels),
+        counter("refusals", "Refused connection attempts.", by_label(status.refused), ("reason",)),
     ]
 
 
-def link_metrics(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
-    return [
-        _counter("dropped_messages", "Messages that were dropped.", _by_label(dropped), ("reason",)),
-        _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),
-    ]
-
-
-def _by_label(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+def by_label(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
 
 
@@ -297,7 +290,7 @@ def _metric(kind: str, name: str, text: str, values: Mapping[Any, float], labels
     return result
 
 
-_gauge, _counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "CounterMetricFamily")
+_gauge, counter = partial(_metric, "GaugeMetricFamily"), partial(_metric, "CounterMetricFamily")
 
 
 # -- for trace hooks --------------------------------------------------------------------------------------------------
@@ -367,20 +360,16 @@ class TrainerObserver(Observer):
         self._awaited = awaited
         self._count = 0
 
-    def begin(self, models: Iterable[str]) -> Trace | None:
-        """A publication begins; returns its trace, or None if there are no listeners and no metrics."""
-        if not self.has_listeners and self.durations is None:
-            return None
+    def begin(self, models: Iterable[str]) -> Trace:
         self._count += 1
         trace = Trace({"id": self._count, "models": sorted(models)})
         self.emit("publish.begin", trace)
         return trace
 
-    def published(self, trace: Trace | None, version: int, epoch: Epoch) -> None:
-        if trace is not None:
-            trace.info |= {"version": version, "epoch": epoch_text(epoch)}
-            self.add(version, trace)
-            self.emit("publish.published", trace)
+    def published(self, trace: Trace, version: int, epoch: Epoch) -> None:
+        trace.info |= {"version": version, "epoch": epoch_text(epoch)}
+        self.add(version, trace)
+        self.emit("publish.published", trace)
 
     def abandoned(self, trace: Trace | None, error: BaseException) -> None:
         if trace is not None and "version" in trace.info:
@@ -399,7 +388,6 @@ class TrainerObserver(Observer):
         self.emit("deliver.committed" if is_commit else "deliver.begin", trace, worker=worker)
 
     def received(self, worker: int, instruction: Instruction) -> None:
-        """The machine has taken in a worker's message."""
         if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
             failure = (
                 f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, messages.Failed) else ""
@@ -408,16 +396,14 @@ class TrainerObserver(Observer):
             if isinstance(instruction, messages.Applied) and instruction.serial:
                 versions = {v for v, trace in self.traces.items() if trace.unanswered.get(worker) == instruction.serial}
             for version in versions:
-                self._applied(worker, version, failure)
+                for earlier, trace in self.traces.items():
+                    if earlier <= version and trace.unanswered.pop(worker, None) is not None:
+                        error = failure if earlier == version else SUPERSEDED
+                        self.emit("deliver.end", trace, worker=worker, error=error)
         elif isinstance(instruction, messages.Fetch | messages.Staged):
             for trace in self.traces.values():
                 if trace.unanswered.get(worker) == instruction.serial:
                     self.emit(f"deliver.{STEPS[type(instruction)]}", trace, worker=worker)
-
-    def _applied(self, worker: int, version: int, failure: str = "") -> None:
-        for earlier, trace in self.traces.items():
-            if earlier <= version and trace.unanswered.pop(worker, None) is not None:
-                self.emit("deliver.end", trace, worker=worker, error=failure if earlier == version else SUPERSEDED)
 
     def check(self, *, recheck_all: bool = False) -> None:
         """The machine has changed: end the traces of versions for which no worker is awaited. ``recheck_all``: also
@@ -446,8 +432,6 @@ class TrainerObserver(Observer):
 
 
 class WorkerObserver(Observer):
-    """Traces the updates of one worker."""
-
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
         super().__init__(hooks)
         self._worker = worker
@@ -461,19 +445,16 @@ class WorkerObserver(Observer):
         if isinstance(instruction, Update | Again):
             version = instruction.version if isinstance(instruction, Again) else instruction.parts[0].version
             if isinstance(instruction, Update) and instruction.phase == messages.COMMIT:
-                self._committed(version, instruction.serial)
+                for before, trace in list(self.traces.items()):
+                    if trace.info["version"] == version:
+                        del self.traces[before]
+                        self.add(instruction.serial, trace)
+                        self.emit("update.committed", trace, self._last_received)
                 return
             info = {"id": instruction.serial, "version": version, "epoch": epoch_text(instruction.epoch)}
             trace = Trace(info | {"worker": self._worker}, self._last_received)
             self.add(instruction.serial, trace)
             self.emit("update.begin", trace, self._last_received)
-
-    def _committed(self, version: int, serial: int) -> None:
-        for before, trace in list(self.traces.items()):
-            if trace.info["version"] == version:
-                del self.traces[before]
-                self.add(serial, trace)
-                self.emit("update.committed", trace, self._last_received)
 
     def note_staged(self, staged: Iterable[Staging]) -> None:
         """These updates are complete, and wait for the gate or for their commit."""
@@ -483,11 +464,7 @@ class WorkerObserver(Observer):
                 self.emit("update.fetched", trace, self._last_received)
                 self.emit("update.staged", trace)
 
-    def taken(self, staging: Staging) -> None:
-        self.emit("update.taken", self.traces.get(staging.serial))
-
     def finished(self, staging: Staging, error: BaseException | None) -> None:
-        """The gate or the user's code has applied this update, or has failed to."""
         for serial in [serial for serial in self.traces if serial < staging.serial]:
             self.end(serial, SUPERSEDED)
         self.end(staging.serial, "" if error is None else repr(error))

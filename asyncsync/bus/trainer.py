@@ -17,7 +17,6 @@ from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.status import BusStatus, Reporter, trainer_metrics, worker_status
-from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
@@ -27,7 +26,7 @@ from asyncsync.net.processes import ProcessWatch, descriptor_shortage, this_proc
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import NO_PAYLOAD, Receive, SideChannels, split_packet
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
-from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome, Progress
+from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
@@ -119,7 +118,6 @@ class TrainerLink(Publishing):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._side_channel_receiver, self.crash)
         undo.callback(self.side_channels.close)
-        self.verifying = TrainerVerifying(self)
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Open a socket beside this address to which workers can subscribe. If that fails, there is no fan-out."""
@@ -144,7 +142,6 @@ class TrainerLink(Publishing):
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Handshakes and messages that were refused, by reason."""
         return {} if self.admission is None else self.admission.refused
 
     @property
@@ -242,12 +239,15 @@ class TrainerLink(Publishing):
                     outstanding.pop()
                 if outstanding:
                     return False
-            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
+            outcome = progress.of(version, chosen, models)
+            if calls is not None:
+                _include_calls(outcome, version, calls)
             outstanding[:] = outcome.waiting  # a worker that was lost may have connected again
             return outcome.is_over(quorum)
 
         if not await self.wait(done, begun + timeout - self.loop.time()):
-            outcome = _outcome_with_calls(progress, version, chosen, models, calls)
+            outstanding.clear()
+            done()  # now look at each worker
         self.check_outcome(outcome, quorum, version, timeout, "applied")
 
     def check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
@@ -275,19 +275,17 @@ class TrainerLink(Publishing):
         machine = self.end_fast_path()
         membership, progress = machine.membership, machine.progress
 
-        def is_hopeless(version: int) -> bool:
-            if machine.num_workers is None:  # a worker that comes later and does not fit fails only its own connect()
-                rejection = machine.targets.rejection
-                return any(rejection(w, version, models) is not None for w in membership.expected())
-            # A lost worker may come back; a worker that has refused or failed stays that way.
-            failed = progress.of(version, membership.expected(), models).failed
-            return any(not isinstance(error, PeerLost) for error in failed.values())
-
         def are_there() -> bool:
             machine.check_open()
-            if version is not None and is_hopeless(version):
+            if version is not None:
                 outcome = progress.of(version, membership.expected(), models)
-                raise PartialSendError(outcome.acked, outcome.failed)
+                if machine.num_workers is None:  # one that comes later and does not fit fails only its own connect()
+                    rejections = [machine.targets.rejection(w, version, models) for w in membership.expected()]
+                    is_hopeless = any(rejection is not None for rejection in rejections)
+                else:  # a lost worker may come back; a worker that has refused or failed stays that way
+                    is_hopeless = any(not isinstance(error, PeerLost) for error in outcome.failed.values())
+                if is_hopeless:
+                    raise PartialSendError(outcome.acked, outcome.failed)
             there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
                 return True
@@ -328,8 +326,13 @@ class TrainerLink(Publishing):
         try:
             instruction, payload = messages.decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
-            if type(instruction) is Inquiry:
-                self._answer_inquiry(route, instruction)
+            if type(instruction) is Inquiry:  # any client that may connect may ask; the machine does not see it
+                if (report := self.reporter.answer(instruction.token)) is not None:
+                    self._socket.send(
+                        (route, messages.encode(report))
+                    )  # its result does not matter: the client may have left
+                    self._socket.after_send()
+                self.act_on_changes()
                 return
             peer = self.machine.membership.routes.get(route) if self.observer.traces else None
             if isinstance(instruction, Hello):
@@ -345,13 +348,6 @@ class TrainerLink(Publishing):
             return
         if isinstance(instruction, Hello | Ready | Bye | Released):
             self._update_watches()
-        self.act_on_changes()
-
-    def _answer_inquiry(self, route: bytes, inquiry: Inquiry) -> None:
-        """Any client that may connect may ask for a report. The machine does not see the question."""
-        if (report := self.reporter.answer(inquiry.token)) is not None:
-            self._socket.send((route, messages.encode(report)))  # its result does not matter: the client may have left
-            self._socket.after_send()
         self.act_on_changes()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
@@ -445,7 +441,6 @@ class TrainerLink(Publishing):
         self._update_watches()
 
     def _warn_of_blocking(self, seconds: float) -> None:
-        """The event loop was blocked for this long: warn if workers were fetching weights."""
         machine, progress = self.machine, self.machine.progress
         version = machine.targets.published
         waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
@@ -462,15 +457,9 @@ class TrainerLink(Publishing):
         if self.observer.traces:
             self.observer.check()
         self.notify()
-        self._send_outbox()
-        if self.on_change is not None:
-            self.on_change()
-
-    def _send_outbox(self) -> None:
-        """Send the messages in the outbox. Call this last, because a worker that it wakes may take this thread's
-        CPU core, or may have to wait for it."""
         if self.timer is None:
             self._set_timer()
+        # Messages go last, because a worker that they wake may take this thread's CPU core, or may have to wait for it.
         machine, channels = self.machine, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
         if outbox and channels and self.used_time_slice:
@@ -508,6 +497,8 @@ class TrainerLink(Publishing):
             self.notify()
         if machine.to_encode:
             self.encode_wanted()
+        if self.on_change is not None:
+            self.on_change()
 
     def send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         channel = self.side_channels.of.get(peer.nonce)
@@ -559,7 +550,7 @@ class TrainerLink(Publishing):
         for pool in self.pools:  # a publication that still runs must not get a slab that workers are reading
             pool.close()
         self.end_fast_path().close()
-        self._send_outbox()
+        self.act_on_changes()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():
@@ -577,14 +568,9 @@ class TrainerLink(Publishing):
             self._endpoint_lock.release()
 
 
-def _outcome_with_calls(
-    progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
-) -> Outcome:
-    """How far a version has come. A worker that is called remotely counts only when its call has ended, too."""
-    outcome = progress.of(version, chosen, models)
-    if calls is None:
-        return outcome
-    for worker in [worker for worker in chosen if worker not in outcome.failed]:
+def _include_calls(outcome: Outcome, version: int, calls: Calls) -> None:
+    """A worker that is called remotely has applied a version only when its call has ended, too."""
+    for worker in [*outcome.acked, *outcome.waiting]:
         if (error := calls.failure(worker, version)) is not None:
             outcome.failed[worker] = error
             outcome.waiting.discard(worker)
@@ -593,7 +579,6 @@ def _outcome_with_calls(
         else:
             continue
         outcome.acked.pop(worker, None)
-    return outcome
 
 
 def _describe_ended(processes: Iterable[Any]) -> str:

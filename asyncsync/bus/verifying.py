@@ -10,22 +10,21 @@ for all of the model's tensors. Extra state is not compared.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from asyncsync.bus.applying import Applying
-from asyncsync.bus.link import FairLock
 from asyncsync.bus.publishing import Publishing
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.relays import Verified
 from asyncsync.protocol.targets import Target
+from asyncsync.protocol.trainer import Trainer
+from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import run_in_thread
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -53,15 +52,14 @@ Differences = dict[int, list[str] | NotComparable]
 
 def digests_of(entries: Iterable[Sequence[torch.Tensor]], is_stopped: Callable[[], bool]) -> list[bytes]:
     """A digest for each entry of a layout, of the tensors that hold its value. Wrong if it was stopped."""
-    return [_digest(tensors, is_stopped) for tensors in entries]
-
-
-def _digest(tensors: Sequence[torch.Tensor], is_stopped: Callable[[], bool]) -> bytes:
-    each = {_hash(tensor, is_stopped) for tensor in tensors}
-    if len(each) < 2:
-        return each.pop() if each else NOTHING
-    # The tensors differ: make a digest that is not that of any one of them.
-    return hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest()
+    digests = []
+    for tensors in entries:
+        each = {_hash(tensor, is_stopped) for tensor in tensors}
+        if len(each) < 2:
+            digests.append(each.pop() if each else NOTHING)
+        else:  # the tensors differ: make a digest that is not that of any one of them
+            digests.append(hashlib.blake2b(b"".join(sorted(each)), digest_size=DIGEST_BYTES).digest())
+    return digests
 
 
 def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
@@ -75,153 +73,142 @@ def _hash(tensor: torch.Tensor, is_stopped: Callable[[], bool]) -> bytes:
     return digest.digest()
 
 
-@dataclass(eq=False)
-class WorkerVerifying:
-    """Answers the trainer's questions."""
-
-    _link: Applying
-    _task: asyncio.Task[None] | None = None
-
-    def begin_answer(self, question: Verify) -> None:
-        if self._task is None and not (self._link.machine.leaving or self._link.closed):
-            # In an empty context: the caller's may be inside a hold, and the task's own hold must not count as nested.
-            self._task = self._link.loop.create_task(self._answer(question), context=Context())
-
-    async def stop(self) -> None:
-        """Cancel the task. When this returns, no thread reads a model any more."""
-        if (task := self._task) is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
-    async def _answer(self, question: Verify) -> None:
-        version, digests, problem = 0, list[bytes](), ""
-        try:
-            version, digests = await self._digest_model(question)
-        except SchemaMismatch as error:
-            problem = str(error)
-        except Exception as error:  # perhaps from the user's tensors: the trainer gets the text
-            problem = f"its model could not be read: {type(error).__name__}: {error}"
-        finally:
-            self._task = None
-        if not self._link.closed:
-            with self._link.guard():
-                self._link.machine.answer(question, version, digests, problem)
-                self._link.act_on_changes()
-
-    async def _digest_model(self, question: Verify) -> tuple[int, list[bytes]]:
-        """The version that a model shows, and its digests. Raises SchemaMismatch if there is nothing to compare."""
-        machine, model_id = self._link.machine, self._link.machine.session.local(question.model_id)
-        async with self._link.gate.hold():
-            machine.end_fast_path()
-            if (binding := machine.models.get(model_id)) is None:
-                raise SchemaMismatch(f"it does not have the model {model_id!r} (any more)")
-            if binding.bound is None:
-                raise SchemaMismatch("it has no model")
-            epoch, version, *_ = self._link.shown.get(model_id, (None, 0))
-            if epoch != question.epoch or (layout := self._layout_of(model_id, question.epoch, version)) is None:
-                raise SchemaMismatch("it has no version of this sender yet")
-            stop = threading.Event()
-            entries = binding.tensors_of(layout)
-            digests = await run_in_thread("asyncsync-verify", partial(digests_of, entries, stop.is_set), stop.set)
-        return version, digests
-
-    def _layout_of(self, model_id: str, epoch: Epoch, version: int) -> Layout | None:
-        held = self._link.machine.holdings.updates.get(model_id)
-        if held is not None and held[:2] == (epoch, version):
-            return held[2].layout
-        for staging in self._link.machine.staged:  # another thread may have applied it, which the machine learns later
-            part = staging.parts.get(model_id)
-            if part is not None and (staging.epoch, part.version) == (epoch, version):
-                return part.slab.layout
-        return None
+# -- the worker's answer -----------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class TrainerVerifying:
-    """Compares the tensors of workers' models with those of the versions that they should have."""
-
-    _link: Publishing
-    _lock: FairLock = field(default_factory=FairLock)
-
-    async def verify(self, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
-        """For each of these workers, the names of the tensors that differ. Raises AckTimeout if another call has not
-        ended in time; ClosedError or Fenced."""
-        deadline = self._link.loop.time() + timeout
-        late = f"another verify() of this sender has not ended within {timeout:g} s"
-        await self._lock.acquire_until(deadline, lambda: late)
-        try:
-            return await self._verify(model_id, list(workers), deadline, timeout)
-        finally:
-            self._link.machine.verification = None
-            self._lock.release()
-
-    async def _verify(self, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
-        link, machine = self._link, self._link.machine
-        found: Differences = {}
-        own_digests: dict[tuple[int, int], tuple[Layout, list[bytes]]] = {}  # by worker and version
-        left = set(workers)
-
-        def is_ready() -> bool:
-            machine.check_open()
-            return any(self._applied_target(worker, model_id) is not None for worker in left)
-
-        def is_answered() -> bool:
-            machine.check_open()
-            return not verification.waiting
-
-        while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
-            link.end_fast_path()
-            targets = {worker: self._applied_target(worker, model_id) for worker in left}
-            found |= {worker: NotComparable(why) for worker, why in targets.items() if isinstance(why, str)}
-            applied = {worker: target for worker, target in targets.items() if isinstance(target, Target)}
-            verification = machine.verify(model_id, applied, link.loop.time())
+async def answer(link: Applying, question: Verify) -> None:
+    """The task ``link.answering``. When it has ended, even by cancellation, no thread reads a model any more."""
+    version, digests, problem = 0, list[bytes](), ""
+    try:
+        version, digests = await _digest_model(link, question)
+    except SchemaMismatch as error:
+        problem = str(error)
+    except Exception as error:  # perhaps from the user's tensors: the trainer gets the text
+        problem = f"its model could not be read: {type(error).__name__}: {error}"
+    finally:
+        link.answering = None
+    if not link.closed:
+        with link.guard():
+            link.machine.answer(question, version, digests, problem)
             link.act_on_changes()
-            new = {worker: target for worker, target in applied.items() if (worker, target.version) not in own_digests}
-            own_digests |= await self._hash_slabs(new)
-            await link.wait(is_answered, deadline - link.loop.time())
-            found |= {worker: NotComparable(problem) for worker, problem in verification.problems.items()}
-            for worker, verified in verification.found.items():
-                if (own := own_digests.get((worker, verified.version))) is not None:
-                    found[worker] = _differences(*own, verified)
-            left -= found.keys()
-        return found | {worker: self._why_late(worker, model_id, timeout) for worker in left}
 
-    def _applied_target(self, worker: int, model_id: str) -> Target | str | None:
-        """A worker's target, if the worker has applied it; a text that says why it never will; None: it may."""
-        machine = self._link.machine
-        if (target := machine.targets.newest(worker, model_id)) is None:
-            return "nothing has been published for it yet"
-        if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
-            return "it has no model, but takes versions itself"  # so it may not apply its target for a long time
-        outcome = machine.progress.of(target.version, [worker], [model_id])
-        if worker in outcome.failed:
-            return str(outcome.failed[worker])
-        return target if worker in outcome.acked else None
 
-    def _why_late(self, worker: int, model_id: str, timeout: float) -> NotComparable:
-        peer, target = self._link.machine.membership.find(worker), self._link.machine.targets.newest(worker, model_id)
-        has, newest = 0 if peer is None else peer.applied.get(model_id, 0), 0 if target is None else target.version
-        if has < newest:
-            return NotComparable(f"it has version {has}, and after {timeout:g} s still not version {newest}")
-        return NotComparable(f"it has not answered for one of the newest versions within {timeout:g} s")
+async def _digest_model(link: Applying, question: Verify) -> tuple[int, list[bytes]]:
+    """The version that a model shows, and its digests. Raises SchemaMismatch if there is nothing to compare."""
+    machine, model_id = link.machine, link.machine.session.local(question.model_id)
+    async with link.gate.hold():
+        machine.end_fast_path()
+        if (binding := machine.models.get(model_id)) is None:
+            raise SchemaMismatch(f"it does not have the model {model_id!r} (any more)")
+        if binding.bound is None:
+            raise SchemaMismatch("it has no model")
+        epoch, version, *_ = link.shown.get(model_id, (None, 0))
+        if epoch != question.epoch or (layout := _layout_of(machine, model_id, question.epoch, version)) is None:
+            raise SchemaMismatch("it has no version of this sender yet")
+        stop = threading.Event()
+        entries = binding.tensors_of(layout)
+        digests = await run_in_thread("asyncsync-verify", partial(digests_of, entries, stop.is_set), stop.set)
+    return version, digests
 
-    async def _hash_slabs(self, targets: Mapping[int, Target]) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
-        """The layouts and digests of these workers' targets, by worker and version."""
-        stop, link = threading.Event(), self._link
-        entries = {target.slab: [[view] for view in target.slab.views] for target in targets.values()}
 
-        def hash_all() -> dict[Slab, list[bytes]]:
-            return {slab: digests_of(views, lambda: stop.is_set() or link.closed) for slab, views in entries.items()}
+def _layout_of(machine: Worker, model_id: str, epoch: Epoch, version: int) -> Layout | None:
+    held = machine.holdings.updates.get(model_id)
+    if held is not None and held[:2] == (epoch, version):
+        return held[2].layout
+    for staging in machine.staged:  # another thread may have applied it, which the machine learns later
+        part = staging.parts.get(model_id)
+        if part is not None and (staging.epoch, part.version) == (epoch, version):
+            return part.slab.layout
+    return None
 
+
+# -- the trainer's comparison ------------------------------------------------------------------------------------------
+
+
+async def verify(link: Publishing, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
+    """For each of these workers, the names of the tensors that differ. Raises AckTimeout if another call has not
+    ended in time; ClosedError or Fenced."""
+    deadline = link.loop.time() + timeout
+    late = f"another verify() of this sender has not ended within {timeout:g} s"
+    await link.verify_lock.acquire_until(deadline, lambda: late)
+    try:
+        return await _verify(link, model_id, list(workers), deadline, timeout)
+    finally:
+        link.machine.verification = None
+        link.verify_lock.release()
+
+
+async def _verify(link: Publishing, model_id: str, workers: list[int], deadline: float, timeout: float) -> Differences:
+    machine = link.machine
+    found: Differences = {}
+    own_digests: dict[tuple[int, int], tuple[Layout, list[bytes]]] = {}  # by worker and version
+    left = set(workers)
+
+    def is_ready() -> bool:
+        machine.check_open()
+        return any(_applied_target(machine, worker, model_id) is not None for worker in left)
+
+    def is_answered() -> bool:
+        machine.check_open()
+        return not verification.waiting
+
+    while left and (now := link.loop.time()) < deadline and await link.wait(is_ready, deadline - now):
+        link.end_fast_path()
+        targets = {worker: _applied_target(machine, worker, model_id) for worker in left}
+        found |= {worker: NotComparable(why) for worker, why in targets.items() if isinstance(why, str)}
+        applied = {worker: target for worker, target in targets.items() if isinstance(target, Target)}
+        verification = machine.verify(model_id, applied, link.loop.time())
+        link.act_on_changes()
+        new = {worker: target for worker, target in applied.items() if (worker, target.version) not in own_digests}
+        own_digests |= await _hash_slabs(link, new)
+        await link.wait(is_answered, deadline - link.loop.time())
+        found |= {worker: NotComparable(problem) for worker, problem in verification.problems.items()}
+        for worker, verified in verification.found.items():
+            if (own := own_digests.get((worker, verified.version))) is not None:
+                found[worker] = _differences(*own, verified)
+        left -= found.keys()
+    return found | {worker: _why_late(machine, worker, model_id, timeout) for worker in left}
+
+
+def _applied_target(machine: Trainer, worker: int, model_id: str) -> Target | str | None:
+    """A worker's target, if the worker has applied it; a text that says why it never will; None: it may."""
+    if (target := machine.targets.newest(worker, model_id)) is None:
+        return "nothing has been published for it yet"
+    if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
+        return "it has no model, but takes versions itself"  # so it may not apply its target for a long time
+    outcome = machine.progress.of(target.version, [worker], [model_id])
+    if worker in outcome.failed:
+        return str(outcome.failed[worker])
+    return target if worker in outcome.acked else None
+
+
+def _why_late(machine: Trainer, worker: int, model_id: str, timeout: float) -> NotComparable:
+    peer, target = machine.membership.find(worker), machine.targets.newest(worker, model_id)
+    has, newest = 0 if peer is None else peer.applied.get(model_id, 0), 0 if target is None else target.version
+    if has < newest:
+        return NotComparable(f"it has version {has}, and after {timeout:g} s still not version {newest}")
+    return NotComparable(f"it has not answered for one of the newest versions within {timeout:g} s")
+
+
+async def _hash_slabs(
+    link: Publishing, targets: Mapping[int, Target]
+) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
+    """The layouts and digests of these workers' targets, by worker and version."""
+    stop = threading.Event()
+    entries = {target.slab: [[view] for view in target.slab.views] for target in targets.values()}
+
+    def hash_all() -> dict[Slab, list[bytes]]:
+        return {slab: digests_of(views, lambda: stop.is_set() or link.closed) for slab, views in entries.items()}
+
+    for slab in entries:
+        slab.retain()
+    try:
+        digests = await run_in_thread("asyncsync-verify", hash_all, stop.set)
+        return {(worker, t.version): (t.slab.layout, digests[t.slab]) for worker, t in targets.items()}
+    finally:
         for slab in entries:
-            slab.retain()
-        try:
-            digests = await run_in_thread("asyncsync-verify", hash_all, stop.set)
-            return {(worker, t.version): (t.slab.layout, digests[t.slab]) for worker, t in targets.items()}
-        finally:
-            for slab in entries:
-                slab.release()
-            link.notify()  # a publication may be waiting for one of them
+            slab.release()
+        link.notify()  # a publication may be waiting for one of them
 
 
 def _differences(layout: Layout, digests: list[bytes], verified: Verified) -> list[str] | NotComparable:

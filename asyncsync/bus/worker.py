@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fast_path import WorkerFastPath
 from asyncsync.bus.link import LINGER_MS
 from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_metrics
-from asyncsync.bus.verifying import WorkerVerifying
+from asyncsync.bus.verifying import answer
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.model.strategy import Binding
@@ -30,6 +31,7 @@ from asyncsync.net.processes import ProcessWatch, can_open_memory_of, this_proce
 from asyncsync.net.rendezvous import Find, Introduction, SenderConnection
 from asyncsync.net.side_channel import SideChannel, connect_side_channel, split_packet
 from asyncsync.net.zmq_socket import dealer
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
 from asyncsync.protocol.worker import Relaying, Worker
@@ -70,7 +72,7 @@ class WorkerLink(Applying, Memory):
         machine = Worker(worker, secrets.token_bytes(16), this_process(), settings, role, self, relaying)
         super().__init__(machine, gate, WorkerObserver(worker, hooks_of(monitoring.tracing)))
         gate.bind()
-        self._guest_transport = transport
+        self._guest_transport = Carrier() if transport is None else transport
         self._fetching: set[asyncio.Task[None]] = set()  # one task for each part that a transport is fetching
         self.trainer_lost = False
         self._watch: ProcessWatch | None = None
@@ -89,7 +91,6 @@ class WorkerLink(Applying, Memory):
             receive = self._receive, self._receive_broadcast
             self.connection = SenderConnection(socket, *receive, sender, session, credentials, find, events, self.crash)
             undo.callback(self.connection.close)
-            self.verifying = WorkerVerifying(self)
             undo.pop_all()
         self.opened()
 
@@ -116,7 +117,7 @@ class WorkerLink(Applying, Memory):
     async def unregister(self, model_id: str) -> None:
         """Receive no more updates of this model. When this returns, nothing writes the model or its memory any more."""
         self.manual.discard(model_id)
-        self.cascade.remove(model_id)
+        self.contexts.pop(model_id, None)
         self.machine.unregister(model_id, self.loop.time())
         self.act_on_changes()
         # Wait until the gate has finished updates with which it had begun.
@@ -129,7 +130,8 @@ class WorkerLink(Applying, Memory):
     def set_context(self, model_id: str, context: Any) -> None:
         """From the next update on, pass this model's updates on to this context."""
         self.machine.end_fast_path()
-        self.cascade.add(model_id, context)
+        if callable(getattr(context, "update_policy_weights_", None)):
+            self.contexts[model_id] = context
 
     async def replace_model(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Register another model under this name; it gets the version that this worker should have. Raises AckTimeout
@@ -182,7 +184,6 @@ class WorkerLink(Applying, Memory):
         self._receive_frames(frames, by_side_channel=True)
 
     def _receive_frames(self, frames: list[memoryview], *, by_side_channel: bool) -> None:
-        """Take in a message, by the fast path if it is on and can do that."""
         fast = self.machine.fast_path
         if fast is not None and not self.observer.has_listeners:
             answer = None
@@ -216,7 +217,10 @@ class WorkerLink(Applying, Memory):
             self.trainer_lost = True  # it writes nothing any more, and another trainer may come
         elif type(instruction) is Welcome and self.machine.session.welcomed:
             self._watch_trainer()
-            self._open_side_channel()
+            path = side_channel_path(self.connection.endpoint)
+            if path is not None and (self.side_channel is None or self.side_channel.closed):
+                nonce = self.machine.session.nonce
+                self.side_channel = connect_side_channel(path, nonce, self._receive_packet, self.crash)
             self._subscribe()
         self.act_on_changes()
         if type(instruction) is Again and not self.closed and not self.observer.has_listeners:
@@ -267,7 +271,8 @@ class WorkerLink(Applying, Memory):
             return
         finally:
             slab.release()
-        window = partial(self._transport(model_id).slot_window, layout=newest.layout)
+        transport = self.transports.get(model_id, self._guest_transport)
+        window = partial(transport.slot_window, layout=newest.layout)
         only_gate = partial(self.needs_only_gate, model_id)
         machine.fast_path = WorkerFastPath(machine, model_id, part, slabs, self.gate, window, self.show, only_gate)
 
@@ -301,19 +306,23 @@ class WorkerLink(Applying, Memory):
             state, reason = "lost", self.connection.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        received, rest = machine.bytes_received, self.unapplied(models)
-        status = WorkerStatus(version, target, lag, seen, state, received, reason, **rest)
+
+        def newest(updates: Iterable[Staging]) -> int:
+            return max([v for one in updates for m, v in one.versions.items() if m in models], default=0)
+
+        errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
+        status = WorkerStatus(
+            version, target, lag, seen, state, machine.bytes_received, reason,
+            staged=newest(machine.staged if machine.held is None else [*machine.staged, machine.held]),
+            taken=newest([] if machine.taken is None else [machine.taken.staging]),
+            failure="".join(errors[-1:]),
+        )  # fmt: skip
         return BusStatus({machine.worker: status}, self.connection.refused)
 
     def collect_metrics(self) -> list[Metric]:
         models = list(self.machine.models)
         applied = {model_id: self.newest_shown([model_id]).version for model_id in models}
         return [*worker_metrics(self.status(models), applied), *super().collect_metrics()]
-
-    def _open_side_channel(self) -> None:
-        path = side_channel_path(self.connection.endpoint)
-        if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect_side_channel(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
     def _watch_trainer(self) -> None:
         """Watch the trainer's process if it is on this host: when it ends, this worker waits for a successor."""
@@ -346,33 +355,24 @@ class WorkerLink(Applying, Memory):
             self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
             self._offer_to_gate()
-        if machine.open_question is not None:
-            self.verifying.begin_answer(machine.open_question)
-        while machine.fetches:
+        if machine.open_question is not None and self.answering is None and not (machine.leaving or self.closed):
+            # In an empty context: the caller's may be inside a hold, and the task's own hold must not count as nested.
+            self.answering = self.loop.create_task(answer(self, machine.open_question), context=Context())
+        while machine.fetches and not self.closed:
             serial, index, part, slab = machine.fetches.popleft()
-            transport = self._transport(machine.session.local(part.model_id))
+            transport = self.transports.get(machine.session.local(part.model_id), self._guest_transport)
             assert part.descriptor is not None
             task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self._fetching.add(task)
             task.add_done_callback(self._fetching.discard)
-        self._send_outbox()
-        self.notify()
-        if self.timer is None:
-            self._set_timer()
-        if self.on_change is not None:
-            self.on_change()
-
-    def _send_outbox(self) -> None:
-        self.machine.flush()
-        outbox = self.machine.outbox
-        if not self.machine.session.online:
+        machine.flush()
+        outbox = machine.outbox
+        if not machine.session.online:
             # Queue nothing for the next connection: it begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
-        if not outbox:
-            return
         # No side channel between HELLO and WELCOME, because a packet could arrive before the HELLO.
-        channel = self.side_channel if self.machine.session.welcomed else None
-        by_zmq = False
+        channel = self.side_channel if machine.session.welcomed else None
+        is_sending, by_zmq = bool(outbox), False
         while outbox:
             instruction = outbox.popleft()
             frames = (messages.encode(instruction),)
@@ -383,28 +383,28 @@ class WorkerLink(Applying, Memory):
                 by_zmq = True
         if by_zmq:
             self.connection.after_send()
-        # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's core.
-        # This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
-        os.sched_yield()  # costs nothing if no thread waits for this core
+        if is_sending:
+            # The receiver of the messages (libzmq's thread here, or the trainer) may have to wait for this thread's
+            # core. This thread may go on for its whole time slice, 0.7 ms or more, in receive() or in the user's code.
+            os.sched_yield()  # costs nothing if no thread waits for this core
+        self.notify()
+        if self.timer is None:
+            self._set_timer()
+        if self.on_change is not None:
+            self.on_change()
 
     # -- slabs for the machine: Memory -------------------------------------------------------------------------------
 
-    def _transport(self, model_id: str) -> Carrier:
-        transport = self.transports.get(model_id, self._guest_transport)
-        assert transport is not None
-        return transport
-
     def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
         assert part.descriptor is not None
-        return self._transport(model_id).attach(part.descriptor, layout, pool)
+        return self.transports.get(model_id, self._guest_transport).attach(part.descriptor, layout, pool)
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
-        transport = self._transport(model_id)
+        transport = self.transports.get(model_id, self._guest_transport)
         is_own = adopts or transport.receives_into_own_slabs
         return transport.acquire_slab(layout, pool) if is_own else pool.acquire(layout)
 
-    def opens(self, pid: int) -> bool:
-        return can_open_memory_of(pid)
+    opens = staticmethod(can_open_memory_of)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
@@ -431,7 +431,7 @@ class WorkerLink(Applying, Memory):
         reads = True
         try:
             # If the cascade is passing an update on, its thread, which cannot be stopped, may still copy the slabs.
-            reads = not await self._detach_models(list(self.transports)) or self.cascade.task is not None
+            reads = not await self._detach_models(list(self.transports)) or self.passing_on is not None
             reads = reads or self.machine.taken is not None
         finally:
             await self._finish_shutdown(reads)
@@ -439,7 +439,9 @@ class WorkerLink(Applying, Memory):
     async def _detach_models(self, models: Iterable[str]) -> bool:
         """Make these models independent of the trainer's memory, because they outlive their schemes and must not show
         what the trainer writes later. Returns False if a model still depends on it."""
-        await self.verifying.stop()
+        if (answering := self.answering) is not None:
+            answering.cancel()
+            await asyncio.wait([answering])
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # the trainer does not write its memory any more
         if self.copying:
@@ -454,13 +456,18 @@ class WorkerLink(Applying, Memory):
         if self.closed:
             return
         self.machine.bye("shutdown", reads=reads)
-        self._send_outbox()
+        self.act_on_changes()
         self.closed = True
-        others = self.cascade.task, self.connection.search
+        others = self.passing_on, self.connection.search
         ending = {*self._fetching, *(task for task in others if task is not None)}
         for task in self._fetching:
             task.cancel()
-        self.stop_applying()
+        if self.passing_on is not None:
+            self.passing_on.cancel()
+        self._cascade_thread.abandon()  # it ends when the user's code returns, for which this does not wait
+        for timer in (self._gate_timer, self._cleaning):
+            if timer is not None:
+                timer.cancel()
         self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()
@@ -476,11 +483,8 @@ class WorkerLink(Applying, Memory):
 
     def _closing_steps(self, linger_ms: int) -> list[Callable[[], object]]:
         # The model outlives this link, and may keep using the trainer's memory. The BYE reports that.
-        return [self.machine.leave, self._send_bye, partial(self._close_all, linger_ms)]
-
-    def _send_bye(self) -> None:
-        self.machine.bye("shutdown", reads=True)
-        self._send_outbox()
+        bye = partial(self.machine.bye, "shutdown", reads=True)
+        return [self.machine.leave, bye, self.act_on_changes, partial(self._close_all, linger_ms)]
 
     def _close_all(self, linger_ms: int) -> None:
         self.connection.close(linger_ms)

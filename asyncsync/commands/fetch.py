@@ -7,7 +7,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +73,7 @@ class Guest:
         snapshots = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
             shown = self.link.newest_shown([model_id]).shown
-            snapshots[model_id] = await self.link.copy_held(model_id, partial(Snapshot, shown.version, shown.metadata))
+            snapshots[model_id] = Snapshot(shown.version, shown.metadata, await self.link.copy_held(model_id))
         return snapshots
 
     def why(self) -> str:

@@ -139,7 +139,7 @@ class Writer:
     update is applied, ``frame`` and ``thread`` are those of that call."""
 
     apply: Callable[[], None]
-    done: Callable[[BaseException | None], None]
+    done: Callable[[BaseException | None], object]
     applied: bool = False
     frame: FrameType | None = None
     thread: int = 0
@@ -270,7 +270,7 @@ class Gate:
 
     # Updates
 
-    def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+    def offer(self, update: Callable[[], None], done: Callable[[BaseException | None], object]) -> None:
         """Apply an update as soon as there is no reader: now, or when the last reader leaves, in that reader's thread.
 
         The new update replaces one that is still pending, whose `done` is then never called. `update` writes the model.

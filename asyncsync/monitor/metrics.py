@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from asyncsync.net.processes import closed_in_child
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+
+    Collect = Callable[[], Coroutine[Any, Any, list[Metric]]]
 
 PATIENCE = 2.0  # seconds that the event loop may take to answer
 READ_SECONDS = 10.0  # that a client may take to send its next bytes, because it occupies a thread and a descriptor
@@ -45,8 +47,8 @@ class Metrics:
         if has_durations:
             text = "From the beginning of a publication until all its workers have applied it, or a newer version."
             self.durations = Histogram("asyncsync_update_duration_seconds", text, buckets=BUCKETS, registry=None)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._collect_bus: Callable[[], list[Metric]] = list
+        # The bus's loop, and the coroutine function that returns its metrics.
+        self._bus: tuple[asyncio.AbstractEventLoop, Collect] | None = None
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         host, port = address
@@ -59,19 +61,20 @@ class Metrics:
         self.address = host, int(self._server.server_port)
         closed_in_child.add(self)
 
-    def attach(self, loop: asyncio.AbstractEventLoop, collect: Callable[[], list[Metric]]) -> None:
-        """From now on there is a bus; ``collect``, called on its loop, returns its metrics."""
-        self._collect_bus, self._loop = collect, loop
+    def attach(self, loop: asyncio.AbstractEventLoop, collect: Collect) -> None:
+        """From now on there is a bus; ``collect``, which runs on its loop, returns its metrics."""
+        self._bus = loop, collect
 
     def collect(self) -> Iterator[Metric]:
         """prometheus-client calls this for each scrape, in one of its threads."""
         from prometheus_client.core import GaugeMetricFamily
 
-        if (loop := self._loop) is None:
+        if self._bus is None:
             return
+        loop, collect_bus = self._bus
         asked = time.monotonic()
         found: list[Metric] | None = None
-        collecting = self._collect_on_loop()
+        collecting = collect_bus()
         try:
             found = asyncio.run_coroutine_threadsafe(collecting, loop).result(PATIENCE)
         except TimeoutError:
@@ -87,13 +90,10 @@ class Metrics:
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
 
-    async def _collect_on_loop(self) -> list[Metric]:
-        return self._collect_bus()
-
     def close(self) -> None:
         """Free the port; this takes up to half a second. Idempotent."""
         closed_in_child.discard(self)
-        self._loop = None
+        self._bus = None
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()

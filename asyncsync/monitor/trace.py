@@ -74,7 +74,6 @@ def _address(given: int | str) -> tuple[str, int]:
 
 
 def debug_log(event: str, info: dict[str, Any]) -> None:
-    """The hook for the debug log."""
     words = [f"{name} {info[name]}" for name in ("version", "models", "worker", "nbytes") if name in info]
     why = f": {info['error']}" if info.get("error") else ""
     logger.debug("%s: %s, %.2f ms%s", event, ", ".join(words), 1000 * info["seconds"], why)

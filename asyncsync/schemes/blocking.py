@@ -167,7 +167,7 @@ class Bus(BusCore):
     @property
     def _open_link(self) -> TrainerLink | WorkerLink | None:
         """The link, if it is open in this process; else None."""
-        link = self._link
+        link = self.link
         return None if link is None or link.closed or link.is_inherited else link
 
     def run_on_loop(self, make: MakeCoroutine[T]) -> T:
@@ -190,9 +190,9 @@ class Bus(BusCore):
             self.run_on_loop(make)
 
     def read_link(self, function: Callable[[], T]) -> T:
-        if self._link is None or self._link.closed or loop_thread.is_current():
+        if self.link is None or self.link.closed or loop_thread.is_current():
             return function()
-        if self._link.is_inherited:
+        if self.link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
         async def look() -> T:

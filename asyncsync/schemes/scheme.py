@@ -787,8 +787,8 @@ class Scheme(ABC):
     def _known_keys(self) -> set[Path]:
         """The keys that were sent last, or else are registered; empty: neither is known."""
         link, registered = self._bus.link, self.sources.registered
-        if isinstance(link, TrainerLink) and (layout := link.latest_layout(self.topic)) is not None:
-            return set(layout.paths)
+        if isinstance(link, TrainerLink) and (known := link.source_caches.get(self.topic)) is not None:
+            return set(known.layout.paths)
         if registered is None or is_per_worker(registered) or type(self).prepare_weights is not Scheme.prepare_weights:
             return set()
         return flat_weights(self.strategy, registered).keys()
@@ -825,11 +825,10 @@ class Scheme(ABC):
     async def _return_copy(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.copy_held(self.topic, self._on_device)
+            return self._on_device(await link.copy_held(self.topic))
         except BaseException:
             self.mark_unreturned(mark, before)
             raise
-        return weights
 
     def mark_unreturned(self, mark: Mark | None, before: Mark | None) -> None:
         # The caller did not get this update: let the next receive return it, unless a newer one was returned.
@@ -850,8 +849,7 @@ class Scheme(ABC):
         link = self._bus.link
         if not isinstance(link, WorkerLink) or link.machine.holdings.updates.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.copy_held(self.topic, self._on_device)
-        return weights
+        return self._on_device(await link.copy_held(self.topic))
 
     def _on_device(self, slab: Slab) -> TensorDict:
         weights = slab.weights()

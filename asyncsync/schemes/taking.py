@@ -15,6 +15,7 @@ import torch
 from asyncsync.arguments import check_count, check_timeout
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.protocol.holdings import Taken
+from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch, decode_metadata, epoch_text
@@ -107,7 +108,7 @@ class Taking:
         # Still taken: an interrupt struck just before __exit__ ran, or the version came after the caller had gone.
         if (taken := self._taken) is not None and self._link is not None:
             error = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
-            self._link.call_from_thread(partial(self._link.give_back, taken, error))
+            call_soon(self._link.loop, partial(self._link.give_back, taken, error))
 
 
 class BlockingTaking:

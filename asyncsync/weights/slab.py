@@ -241,7 +241,7 @@ class SlabPool:
 
     cannot_pin = False
 
-    def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_idle: Callable[[], object] | None = None) -> None:
         self.on_idle = on_idle
         self.peak = 0
         self.used: set[Slab] = set()
@@ -387,7 +387,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 def pack(
     slab: Slab,
     flat: FlatWeights,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], object] | None = None,
     tensors: list[torch.Tensor] | None = None,
 ) -> None:
     """Copy the weights into the slab. When this returns, the sources may change.

@@ -107,7 +107,7 @@ async def test_an_update_counts_only_when_it_has_been_passed_on(api: Api, kind: 
         assert isinstance(caught.value.failed[0], AckTimeout)
         for value in (3, 4):  # meanwhile nothing newer goes through the gate
             await sender.publish(Model(value))
-        await until(lambda: bare(receiver).bus._link.machine.staged[-1].versions == {"policy": 4})
+        await until(lambda: bare(receiver).bus.link.machine.staged[-1].versions == {"policy": 4})
         assert read(context.model) == {2}
         context.may_go_on.set()
         await sender.wait_version(4, timeout=10)
@@ -122,7 +122,7 @@ async def test_it_is_passed_on_when_receive_applies_it(api: Api) -> None:
     context = Recorder()
     async with pair(api, context, apply="on_receive") as (sender, receiver):
         await sender.publish(Model(2))
-        await until(lambda: bare(receiver).bus._link.machine.staged)
+        await until(lambda: bare(receiver).bus.link.machine.staged)
         assert context.calls == [({1}, "policy")]
         assert read(await api.receive(receiver, 5)) == {2}
         assert context.calls == [({1}, "policy"), ({2}, "policy")]
@@ -294,7 +294,7 @@ async def test_a_cascade_does_not_outlive_its_receiver(api: Api) -> None:
         context.begun.clear()
         await sender.publish(Model(2))
         await in_thread(context.begun.wait, 5)
-        holdings = bare(receiver).bus._link.machine.holdings
+        holdings = bare(receiver).bus.link.machine.holdings
         assert holdings.version("policy") == 1
         await receiver.shutdown()
         assert not holdings.updates

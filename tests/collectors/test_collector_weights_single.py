@@ -251,7 +251,7 @@ def test_weights_that_wait_to_be_received_are_taken_in_in_the_midst_of_a_rollout
     policy = Reading(0)
     with registered_in_the_midst(policy, apply="on_receive", gate="hold") as (one, scheme, given):
         version = scheme.publish(Level(2))
-        machine = given._bus._link.machine
+        machine = given._bus.link.machine
         while not (staged := machine.staged) or staged[-1].versions != {"policy": version}:
             time.sleep(0.001)
         assert policy.level.item() == 1.0

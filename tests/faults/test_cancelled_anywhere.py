@@ -140,7 +140,7 @@ async def struck_everywhere(
 
 def check_idle(sender: Any, *receivers: Any) -> bool:
     """Whether nothing that a call has taken is still out."""
-    link, slots = sender.bus._link, sender.shared_transport.pool
+    link, slots = sender.bus.link, sender.shared_transport.pool
     if slots is None:
         is_free = link.pool.slabs <= 2
     else:
@@ -148,12 +148,12 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
         targets = set(caught_up.targets.slabs())
         lent = {slab for leases in caught_up.leases.of.values() for _, slab in leases.slabs.values()}
         is_free = slots.used == targets | lent and len(slots.used) <= 1 and slots.slabs <= 2
-    links = [link, *(r.bus._link for r in receivers)]
+    links = [link, *(r.bus.link for r in receivers)]
     return (
         is_free
         and not link.publish_lock.locked()
-        and all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.receiving for r in receivers)
+        and all(r.bus.link.machine.pool.slabs <= 2 for r in receivers)
+        and all(not r.bus.link.receiving for r in receivers)
         and all(not each.waiters and each.failure is None for each in links)
     )
 
@@ -232,7 +232,7 @@ async def test_publish_and_send_async_cancelled_at_any_await_publish_whole_or_no
 
     async def behind_another() -> int:
         # The lock that keeps publications in order is one more await.
-        async with sender.bus._link.publish_lock:
+        async with sender.bus.link.publish_lock:
             other = asyncio.create_task(publish())
             try:
                 await asyncio.sleep(0)
@@ -341,8 +341,8 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     planted.pack_by(monkeypatch, wait_until_there)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
-    await eventually(lambda: sender.bus._link and sender.bus._link.end_fast_path().peers)
-    session = receiver.bus._link.machine.session
+    await eventually(lambda: sender.bus.link and sender.bus.link.end_fast_path().peers)
+    session = receiver.bus.link.machine.session
     offered = []
     welcome = session.receive_welcome
     monkeypatch.setattr(session, "receive_welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))
@@ -378,7 +378,7 @@ async def test_shutdown_cancelled_at_any_await_still_releases_everything(schemes
             sender = schemes.sender(LARGE, kind=NeverArrivesScheme, num_workers=1)
             receiver = schemes.receiver(sender)
             connecting = [asyncio.create_task(s.connect()) for s in (receiver, sender)]
-            await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetching)
+            await eventually(lambda receiver=receiver: receiver.bus.link and receiver.bus.link._fetching)
         else:
             sender, [receiver] = await schemes.connected(LARGE)
             await sender.send_async(sender.model.fill(2))
@@ -531,8 +531,8 @@ async def test_staging_taking_and_verifying_cancelled_at_random_leave_nothing_be
             0: NotComparable("it has no model, but takes versions itself"),
             1: [],
         }
-        assert sender.bus._link.machine.targets.staged is None
-        assert taker.bus._link.machine.taken is None
-        await eventually(lambda: all(not each.bus._link.waiters for each in (sender, taker, receiver)))
+        assert sender.bus.link.machine.targets.staged is None
+        assert taker.bus.link.machine.taken is None
+        await eventually(lambda: all(not each.bus.link.waiters for each in (sender, taker, receiver)))
         if kind is SharedMemWeightSyncScheme:
             await eventually(lambda: len(sender.shared_transport.pool.used) <= 1)

@@ -86,7 +86,7 @@ async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_whe
     assert await crew.send(4) == 4
     assert await crew.values() == [4, 4]
     assert sender.status()[1].state == "live"
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+    await eventually(lambda: sender.bus.link.pool.slabs <= 2)
 
 
 @pytest.mark.requirement(195, 198)
@@ -151,7 +151,7 @@ async def test_workers_killed_and_restarted_while_updates_stream(kind: Any, crew
         # What was mapped there are the slots that there are, not all that there have been.
         assert len(await steady.slots_in_sight()) <= 4
     else:
-        assert sender.bus._link.pool.peak <= 4  # two targets, one on its way to each of the two workers
+        assert sender.bus.link.pool.peak <= 4  # two targets, one on its way to each of the two workers
 
 
 @pytest.mark.requirement(198)
@@ -164,7 +164,7 @@ async def test_a_stopped_worker_delays_nobody_and_skips_to_the_newest_version(
     if fanout:
         await are_subscribed(crew)
     sender, (*others, stopped) = crew.sender, crew.workers
-    last, away, pool = await crew.send(2), len(others), sender.bus._link.pool
+    last, away, pool = await crew.send(2), len(others), sender.bus.link.pool
     stopped.signal(signal.SIGSTOP)
     before = resident()
     for _ in range(30):  # 240 MiB for each

@@ -125,7 +125,7 @@ async def test_a_host_is_unplugged_in_the_middle_the_trainer_is_restarted_and_a_
     await trainer.send()
     await trainer.everywhere(workers, 1)
 
-    trainer.scheme.bus._link.shut_down_without_loop(0)  # as with kill -9: no BYE, and the sockets are gone
+    trainer.scheme.bus.link.shut_down_without_loop(0)  # as with kill -9: no BYE, and the sockets are gone
     three.append(late)
     workers += staff([late], trainer, tmp_path, kind, first=2)
     await trainer.connect(6)

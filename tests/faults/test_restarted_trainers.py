@@ -49,7 +49,7 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
         await first.send(value)
     assert value_of(await here.receive(0)) == 4
     assert await worker.receive(0) == 4
-    epoch = here.bus._link.machine.session.epoch
+    epoch = here.bus.link.machine.session.epoch
 
     blocked = asyncio.create_task(here.receive())
     elsewhere = worker.receive()
@@ -67,7 +67,7 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
     assert value_of(await blocked) == 10
     assert await elsewhere == 10
     assert here.version == 1
-    assert here.bus._link.machine.session.epoch > epoch
+    assert here.bus.link.machine.session.epoch > epoch
     assert await second.send(11) == 2
     assert (here.model.value, await worker.value()) == (11, 11)
     assert here.status()[0].state == "live"
@@ -210,16 +210,16 @@ async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     first = schemes.sender(100, 1, endpoint=endpoint, num_workers=1)
     receiver = schemes.receiver(first)
     await asyncio.gather(first.connect(), receiver.connect())
-    epoch = receiver.bus._link.machine.session.epoch
+    epoch = receiver.bus.link.machine.session.epoch
     # Killed, in effect: no BYE.
-    monkeypatch.setattr(first.bus._link.end_fast_path(), "close", first.bus._link.end_fast_path().targets.close)
+    monkeypatch.setattr(first.bus.link.end_fast_path(), "close", first.bus.link.end_fast_path().targets.close)
     await first.shutdown()
     monkeypatch.setattr("asyncsync.bus.trainer.time.time_ns", lambda: 12345)
     second = schemes.sender(100, 5, endpoint=endpoint, num_workers=1)
     impatient(second)
     await second.connect()
     assert receiver.model.value == 5
-    assert receiver.bus._link.machine.session.epoch == second.bus._link.end_fast_path().membership.epoch > epoch
+    assert receiver.bus.link.machine.session.epoch == second.bus.link.end_fast_path().membership.epoch > epoch
     assert await second.send_async(second.model.fill(6)) == 2
     assert receiver.model.value == 6
 
@@ -248,7 +248,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
         for receiver in receivers:
             assert receiver.model.value == value
             assert value_of(await receiver.receive(0)) == value
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+    await eventually(lambda: sender.bus.link.pool.slabs <= 2)
 
 
 @pytest.mark.promise(31)

@@ -109,7 +109,7 @@ async def test_what_a_superseded_worker_may_still_read_is_not_written_by_the_fas
     crew.workers[0].signal(signal.SIGSTOP)
     with pytest.raises(PartialSendError):
         await crew.send(6, timeout=0.3)  # lent to the one that is stopped
-    slot = crew.sender.bus._link.end_fast_path().targets.newest(-1, "policy").slab
+    slot = crew.sender.bus.link.end_fast_path().targets.newest(-1, "policy").slab
     content = bytes(slot.memory)
     new, _ = await crew.another(0)
     for value in range(7, 20):

@@ -221,7 +221,7 @@ async def test_a_shutdown_of_the_trainer_beside_a_publication_writes_nothing_tha
 
     def make(*args: Any, **kwargs: Any) -> Any:
         slab = acquire(*args, **kwargs)
-        sender.bus._link.loop.call_soon_threadsafe(first.set)
+        sender.bus.link.loop.call_soon_threadsafe(first.set)
         return slab
 
     monkeypatch.setattr(sender.shared_transport.pool, "_make", make)

@@ -61,10 +61,10 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
     if options:
         assert sender.shared_transport.pool.peak <= 3
     else:
-        pool = sender.bus._link.pool
+        pool = sender.bus.link.pool
         assert pool.peak <= 2
         await eventually(lambda: pool.slabs <= 2)
-        assert all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
+        assert all(r.bus.link.machine.pool.slabs <= 2 for r in receivers)
     if numel <= INLINE and not options:  # small updates need no thread at all
         started = set(threading.enumerate()) - before
         assert {t for t in started if not type(t).__module__.startswith("zmq.")} == set()
@@ -117,7 +117,7 @@ async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
         # The thread for large copies, and pyzmq's; ZeroMQ's own I/O thread is none of Python's.
         ours = {n for n in names if not n.startswith("zmq.")}
         assert {"threading:asyncsync-pack"} <= ours <= {"threading:asyncsync-pack", "threading:asyncsync-copying"}
-        assert sender.bus._link.pool.peak <= 2
+        assert sender.bus.link.pool.peak <= 2
 
 
 @pytest.mark.thorough
@@ -146,7 +146,7 @@ async def test_a_snapshot_that_fails_half_way_changes_nobody(
 ) -> None:
     """Large weights are sent while they are being packed."""
     sender, receivers = await schemes.connected(THREAD, workers=2)
-    peers = sender.bus._link.end_fast_path().peers.values()
+    peers = sender.bus.link.end_fast_path().peers.values()
     half_sent = threading.Event()
 
     sent = sum(p.bytes_sent for p in peers)
@@ -164,7 +164,7 @@ async def test_a_snapshot_that_fails_half_way_changes_nobody(
     await sender.send_async(sender.model.fill(3))
     assert all(r.model.value == 3 for r in receivers)
     assert [value_of(await r.receive(0)) for r in receivers] == [3, 3]
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+    await eventually(lambda: sender.bus.link.pool.slabs <= 2)
 
 
 async def test_small_weights_beside_large_ones_are_sent_when_they_are_packed() -> None:

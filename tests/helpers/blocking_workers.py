@@ -44,7 +44,7 @@ def compute(scheme: Any, index: int, numel: int, connection: Connection) -> None
     """Pure Python without a pause, until the sender says goodbye."""
     begin(scheme, index, Filled(numel, -1.0), connection=connection)
     x = 0
-    while not scheme._bus._link.machine.session.ended:
+    while not scheme._bus.link.machine.session.ended:
         for _ in range(1000):
             x += 1
     scheme.shutdown()

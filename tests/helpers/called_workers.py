@@ -521,7 +521,7 @@ async def a_worker_killed_amid_a_transfer_is_named_at_once(lab: Lab, api: Api) -
         assert (await crew.call(0, "state"))["value"] == 3.0
         await crew.fails(1, 4.0)
         assert (await crew.call(0, "state"))["value"] == 4.0
-        pool = crew.sender.bus._link.pool
+        pool = crew.sender.bus.link.pool
         await eventually(lambda: pool.slabs <= 2, why=lambda: f"{pool.slabs} slabs are in use")
 
 

@@ -147,23 +147,23 @@ def pending(receiver: Any) -> bool:
 
 def pool(scheme: Any) -> Any:
     """The memory that a sender has for what it packs, or a receiver for what comes, where that is not in slots."""
-    link = bare(scheme).bus._link
+    link = bare(scheme).bus.link
     return link.pool if isinstance(link, TrainerLink) else link.machine.pool
 
 
 def unsent(sender: Any) -> bool:
     """Whether the sender has instructions that have not gone out."""
-    return bool(bare(sender).bus._link.end_fast_path().outbox)
+    return bool(bare(sender).bus.link.end_fast_path().outbox)
 
 
 def broadcast_of(sender: Any) -> Any:
     """The socket that sends to all workers at once; None: there is none."""
-    return bare(sender).bus._link.broadcast
+    return bare(sender).bus.link.broadcast
 
 
 def subscribed(sender: Any) -> set[bytes]:
     """The workers that hear what is sent to all."""
-    return bare(sender).bus._link.machine.fanout.subscribed
+    return bare(sender).bus.link.machine.fanout.subscribed
 
 
 @contextmanager
@@ -237,7 +237,7 @@ def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 async def between_looks(sender: Any) -> None:
     """Wait until the sender has just looked at its list of clients: the next look is a second away."""
-    listed = bare(sender).bus._link.admission.listed
+    listed = bare(sender).bus.link.admission.listed
     before = listed.refreshed_at
     await until(lambda: listed.refreshed_at != before)
     await asyncio.sleep(2 * UNKNOWN_KEY_SECONDS)
@@ -248,7 +248,7 @@ async def between_looks(sender: Any) -> None:
 
 def break_side_channel(sender: Any, which: int) -> None:
     """The sender's socket to one of the workers of its host is closed."""
-    link = bare(sender).bus._link
+    link = bare(sender).bus.link
     link.loop.call_soon_threadsafe(list(link.side_channels.of.values())[which].close)
 
 

@@ -408,7 +408,7 @@ class Worker(_Party):
         async def register() -> None:
             await scheme.meet_sender(worker_idx, timeout)
             scheme.register_receiver()
-            machine = scheme.bus._link.machine
+            machine = scheme.bus.link.machine
             original = machine.applied
 
             def applied(staging: Any) -> None:
@@ -441,7 +441,7 @@ class Worker(_Party):
         return self.applied
 
     async def slabs(self) -> int:
-        return self.scheme.bus._link.machine.pool.slabs
+        return self.scheme.bus.link.machine.pool.slabs
 
     async def halt_in(self, point: str, nth: int = 1) -> None:
         """Emit a point's name and stop this process there (SIGSTOP): in the ``nth`` chunk, or half way in an apply."""
@@ -451,7 +451,7 @@ class Worker(_Party):
             os.kill(os.getpid(), signal.SIGSTOP)
 
         if point == "transfer":
-            machine = self.scheme.bus._link.machine
+            machine = self.scheme.bus.link.machine
             original, count = machine._on_chunk, 0
 
             def on_chunk(*args: Any) -> None:

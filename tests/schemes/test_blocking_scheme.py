@@ -111,7 +111,7 @@ async def test_updates_never_block_the_workers_main_path(api: Api) -> None:
                     assert model() == {0}, "its own forward goes on with what the step began with"
                     assert await receiver.receive(timeout=0) is None
                     assert receiver.status()[0].version == 1
-            machine = bare(receiver).bus._link.machine
+            machine = bare(receiver).bus.link.machine
             await until(lambda: [staging.versions for staging in machine.staged] == [{"policy": 4}])
         with Clock(0.1):
             assert model() == {3}, "the newest was applied when the step was over"

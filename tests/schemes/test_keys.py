@@ -239,7 +239,7 @@ def keyed(kind: int, own: Path, server: Path) -> Iterator[Any]:
 async def test_a_listed_client_cannot_speak_for_a_worker_by_its_route(site: Site) -> None:
     """Whoever has a key may send what it likes: nothing of it is taken for another worker's."""
     async with running(site) as run:
-        machine = bare(run.sender).bus._link.machine
+        machine = bare(run.sender).bus.link.machine
         [route] = machine.membership.routes
         async with listed(site, "worker-1", b"mine") as socket:
             socket.send(hello(0))
@@ -411,7 +411,7 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
     names = [f"former-{i}" for i in range(4)]
     keygen(site.keys, *(argument for name in names for argument in ("--name", name)))
     async with running(site, fanout=True) as run:
-        link = run.sender.bus._link
+        link = run.sender.bus.link
         await until(lambda: len(link.machine.fanout.subscribed) == 1)
         before, port = len(os.listdir("/proc/self/fd")), link.broadcast.port
         for removed, name in enumerate(names, 1):

@@ -161,7 +161,7 @@ async def test_whoever_cannot_subscribe_does_without(
             assert sent == ["Cast"]
             assert [*everybody.read, read(model)] == [{value}] * 4
         assert len(planted.subscribed(everybody.sender)) == 3
-        assert len(everybody.sender.bus._link.machine.fanout.reached) == 3  # it was sent its own copy at once
+        assert len(everybody.sender.bus.link.machine.fanout.reached) == 3  # it was sent its own copy at once
         assert caplog.text.count("no fan-out, so this worker") == (lacks == "a socket")
         await third.shutdown()
 

@@ -72,7 +72,7 @@ async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
     source, model = Model(0, 4 << 20), Model(width=4 << 20)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 1))
-        machine = bare(receiver).bus._link.machine
+        machine = bare(receiver).bus.link.machine
         chunk, count = machine._on_chunk, 0
 
         def some(*args: Any) -> None:

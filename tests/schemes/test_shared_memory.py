@@ -246,7 +246,7 @@ async def test_blocking_receive_returns_nothing_at_once_and_the_model_has_the_up
                 await receiver.wait_version(value + 1, timeout=5)
                 assert read(model) == {value}, "without a receive"
             else:
-                await until(lambda: receiver.bus._link.machine.staged)
+                await until(lambda: receiver.bus.link.machine.staged)
                 assert read(model) == {value - 1}, "not without one"
             with Clock(0.1):
                 assert await receiver.receive(timeout) is None
@@ -633,7 +633,7 @@ async def test_a_worker_that_ends_before_an_update_could_be_applied_reads_the_sl
     source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
     scheme = api.scheme(map_above=0)
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
-        link = bare(receiver).bus._link
+        link = bare(receiver).bus.link
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)

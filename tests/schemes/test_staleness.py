@@ -80,7 +80,7 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
     async with sender, receiver_of(sender, 0, Model()) as lost, receiver_of(sender, 1, model := Model()) as other:
         there = [lost, other][:workers]
         await asyncio.gather(*(one.connect(timeout=5) for one in (sender, *there)))
-        link = sender.bus._link
+        link = sender.bus.link
         publish = link.publish
 
         async def late(*args: Any, **options: Any) -> int:

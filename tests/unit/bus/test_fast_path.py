@@ -24,7 +24,7 @@ class Interrupt(BaseException):
 
 
 def link_of(everybody: Crew) -> Any:
-    return bare(everybody.receivers[0]).bus._link
+    return bare(everybody.receivers[0]).bus.link
 
 
 def fast_path_of(everybody: Crew) -> Any:
@@ -244,7 +244,7 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
 
 async def begin(everybody: Crew) -> Any:
     """Some updates; then the fast path is on. The sender's link."""
-    link = bare(everybody.sender).bus._link
+    link = bare(everybody.sender).bus.link
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
         if value == 3 and link.fast_path is not None:

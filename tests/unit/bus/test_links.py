@@ -147,7 +147,7 @@ async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(
     source, model = nn.Linear(1 << 17, 1, bias=False), nn.Linear(1 << 17, 1, bias=False)
     bus = api.bus(f"tcp://127.0.0.1:{unused_tcp_port}", num_workers=1, **options)
     async with api.crew(1, scheme=api.scheme(bus=bus), source=source, models=[model]) as everybody:
-        machine = bare(everybody.sender).bus._link.machine
+        machine = bare(everybody.sender).bus.link.machine
         fetched, handle = [], machine._on_fetch
         machine._on_fetch = lambda *given: (fetched.append(given), handle(*given))
         nn.init.ones_(source.weight)

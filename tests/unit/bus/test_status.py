@@ -188,7 +188,7 @@ async def test_of_several_addresses_the_next_one_is_asked_while_nobody_answers(t
     with closing(Asker(f"{first},{second}")) as asker:
         for endpoint in (second, first):
             async with connected(scheme := alone(endpoint)):
-                assert (await asker.ask(5)).epoch == scheme.bus._link.machine.membership.epoch
+                assert (await asker.ask(5)).epoch == scheme.bus.link.machine.membership.epoch
 
 
 async def test_an_address_that_is_none_is_refused() -> None:

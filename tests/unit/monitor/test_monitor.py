@@ -151,9 +151,13 @@ def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.Monk
     before = threading.active_count()
     metrics = Metrics(("127.0.0.1", 0), has_durations=True)
     loop = asyncio.new_event_loop()  # which does not run
+
+    async def collect() -> list[GaugeMetricFamily]:
+        return [GaugeMetricFamily("asyncsync_version", "…", 7)]
+
     try:
         assert scrape(metrics.address) == {}, "there is no bus yet"
-        metrics.attach(loop, lambda: [GaugeMetricFamily("asyncsync_version", "…", 7)])
+        metrics.attach(loop, collect)
         figures = scrape(metrics.address)
         assert of(figures, "up") == 0
         assert of(figures, "loop_answer_seconds") >= 0.05
@@ -365,7 +369,7 @@ async def test_what_is_sent_to_all_is_followed_by_each_receiver(
     scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=True, delta=delta)
     models = [Model(width=width) for _ in range(3)]
     async with crew(3, scheme=scheme, source=Model(0, width), models=models) as everybody:
-        await until(lambda: len(scheme.bus._link.machine.fanout.subscribed) == 3)
+        await until(lambda: len(scheme.bus.link.machine.fanout.subscribed) == 3)
         await scheme.send_async(everybody.source)  # those who came at different times were told by themselves
         spans.clear()
         caplog.set_level(logging.DEBUG, "asyncsync")
@@ -391,7 +395,7 @@ async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMem
         everybody.models[0].first = None  # nothing fits it any more
         with pytest.raises(PartialSendError):
             await everybody.sender.send_async(everybody.source)
-        version = everybody.sender.bus._link.machine.targets.version
+        version = everybody.sender.bus.link.machine.targets.version
     failed = [one for one in spans.get_finished_spans() if one.status.status_code is StatusCode.ERROR]
     assert {one.name for one in failed} >= {"asyncsync.deliver"}
     assert version in {one.attributes["asyncsync.version"] for one in failed}
@@ -420,7 +424,7 @@ async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: 
             for _ in range(70):
                 await everybody.sender.publish(everybody.source)
         await everybody.sender.wait_version(everybody.sender.version)
-        observer = everybody.sender.bus._link.observer
+        observer = everybody.sender.bus.link.observer
         await until(lambda: not observer.traces)
     published = [one for one in spans.get_finished_spans() if one.name == "asyncsync.publish"]
     assert len(published) == 71, "each of them has ended, and that of connect()"
@@ -435,7 +439,7 @@ async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
     async with ZMQWeightSyncScheme(min_workers=0, metrics_port=0) as scheme:
         scheme.init_on_sender(model_id="policy", weights=weights)
         await scheme.connect()
-        before, link = scheme.version, scheme.bus._link
+        before, link = scheme.version, scheme.bus.link
         publishing = asyncio.create_task(scheme.publish(weights))
         await link.wait(lambda: scheme.version > before, 10)
         assert not publishing.done()

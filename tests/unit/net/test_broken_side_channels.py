@@ -20,7 +20,7 @@ SMALL, LARGE = 1000, 3 << 19
 
 
 def side_channels(scheme: Any) -> Any:
-    return scheme.bus._link.side_channels
+    return scheme.bus.link.side_channels
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 async def with_side_channels(sender: Any, receivers: list[Any]) -> None:
     """Until every receiver's side channel may be used."""
     await eventually(lambda: len(side_channels(sender).of) == len(receivers))
-    await eventually(lambda: all(r.bus._link.side_channel.open for r in receivers))
+    await eventually(lambda: all(r.bus.link.side_channel.open for r in receivers))
 
 
 async def connected(schemes: Schemes, numel: int = SMALL, workers: int = 2) -> tuple[Any, list[Any]]:
@@ -63,7 +63,7 @@ async def test_small_instructions_go_by_side_channel(schemes: Schemes, numel: in
     sent.clear()
     await all_well(sender, receivers, 10)
     assert sum(sent[id(channel)] for channel in side_channels(sender).of.values()) == 20
-    assert all(sent[id(r.bus._link.side_channel)] >= 10 for r in receivers)
+    assert all(sent[id(r.bus.link.side_channel)] >= 10 for r in receivers)
     assert not sender.bus.dropped
     assert all(s.state == "live" and s.last_seen < 5 and s.bytes_sent > 0 for s in sender.status().values())
 
@@ -73,7 +73,7 @@ async def test_updates_go_on_when_the_workers_side_channels_break(schemes: Schem
     sender, receivers = await connected(schemes)
     await all_well(sender, receivers)
     for receiver in receivers:
-        receiver.bus._link.side_channel.close()
+        receiver.bus.link.side_channel.close()
     await eventually(lambda: not side_channels(sender).of)
     await all_well(sender, receivers)
     assert all(s.state == "live" for s in sender.status().values())
@@ -87,17 +87,17 @@ async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) ->
     await asyncio.gather(sender.connect(), receiver.connect())
     await with_side_channels(sender, [receiver])
     loop = asyncio.get_running_loop()
-    loop.remove_reader(receiver.bus._link.side_channel._socket)  # the UPDATE is never read
+    loop.remove_reader(receiver.bus.link.side_channel._socket)  # the UPDATE is never read
     sending = asyncio.create_task(sender.send_async(sender.model.fill(9), timeout=10))
     await asyncio.sleep(0)
-    receiver.bus._link.side_channel.close()
+    receiver.bus.link.side_channel.close()
     await sending
     assert receiver.model.value == 9
 
 
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
     sender, receivers = await connected(schemes)
-    epoch = sender.bus._link.end_fast_path().membership.epoch
+    epoch = sender.bus.link.end_fast_path().membership.epoch
     packets = [
         b"\x00",
         b"\x02\xff\xff\xff\xff",
@@ -108,8 +108,8 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         b"\x00" + messages.encode(messages.Bye(epoch, bytes(16), "closed", "")),
     ]
     for one, bus in [
-        (receivers[0].bus._link.side_channel, sender.bus),
-        (side_channels(sender).of[receivers[0].bus._link.machine.session.nonce], receivers[0].bus),
+        (receivers[0].bus.link.side_channel, sender.bus),
+        (side_channels(sender).of[receivers[0].bus.link.machine.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one._socket.send(packet)
@@ -151,7 +151,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(sche
     for value in range(2, 12):
         await sender.send_async(sender.model.fill(value), worker_ids=[0], timeout=10)
         await sender.publish(sender.model)
-    nonce = sender.bus._link.end_fast_path().peers[1].nonce
+    nonce = sender.bus.link.end_fast_path().peers[1].nonce
     one = side_channels(sender).of[nonce]
     # Until it is full: the worker will drop these, and what is said now goes through ZeroMQ.
     while one.send([bytes(30_000)]):
@@ -172,7 +172,7 @@ async def test_workers_have_a_side_channel_to_the_next_trainer(
     plan = schemes.sender(SMALL, endpoint=f"ipc://{tmp_path}/bus", num_workers=1)
     first, receiver = start(Trainer), schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
-    before = receiver.bus._link.side_channel
+    before = receiver.bus.link.side_channel
     await eventually(lambda: before.open)
     await first.kill()
     await eventually(lambda: before.closed)
@@ -198,9 +198,9 @@ async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> N
 async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
     sender, (receiver,) = await connected(schemes, workers=1)
     version = await sender.publish(sender.model.fill(3))
-    receiver.bus._link.side_channel.drain()  # it applies the update and answers …
-    peer = sender.bus._link.end_fast_path().peers[0]
-    sender.bus._link._worker_ended(0, peer.nonce, os.getpid())  # … and its end is noticed before the answer is read
+    receiver.bus.link.side_channel.drain()  # it applies the update and answers …
+    peer = sender.bus.link.end_fast_path().peers[0]
+    sender.bus.link._worker_ended(0, peer.nonce, os.getpid())  # … and its end is noticed before the answer is read
     assert sender.status()[0].state == "lost"
     await sender.wait_version(version)
 

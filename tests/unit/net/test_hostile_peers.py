@@ -161,7 +161,7 @@ async def test_garbage_from_strangers_is_counted_and_disturbs_nobody(
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
     wrong = malformed()
     strangers = [
-        [messages.encode(i)] for i in out_of_place(sender.bus._link.end_fast_path().membership.epoch, sender.version)
+        [messages.encode(i)] for i in out_of_place(sender.bus.link.end_fast_path().membership.epoch, sender.version)
     ]
     part = messages.Part("policy", 1, NONCE, 4)  # what only a trainer sends
     strangers += [[messages.encode(messages.Update(EPOCH, 1, True, (part,))), b"", b"abcd"]]
@@ -189,9 +189,9 @@ async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_onl
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     connecting = [asyncio.create_task(r.connect()) for r in receivers]
-    await eventually(lambda: sender.bus._link is not None or not connecting[0].done())
+    await eventually(lambda: sender.bus.link is not None or not connecting[0].done())
     await asyncio.gather(sender.connect(), *connecting)
-    epoch = sender.bus._link.end_fast_path().membership.epoch
+    epoch = sender.bus.link.end_fast_path().membership.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.send(messages.encode(hello(7)))
@@ -210,15 +210,15 @@ async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_onl
             dropped = sum(sender.bus.dropped.values())
             await eventually(lambda: sum(sender.bus.dropped.values()) > dropped)
             assert 8 not in sender.status()
-    assert sender.bus._link.pool.peak <= 4
+    assert sender.bus.link.pool.peak <= 4
 
 
 async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
-    layout = next(iter(sender.bus._link._source_caches.values())).layout
-    epoch = sender.bus._link.end_fast_path().membership.epoch
+    layout = next(iter(sender.bus.link.source_caches.values())).layout
+    epoch = sender.bus.link.end_fast_path().membership.epoch
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
             dealer.rcvhwm = 1
@@ -231,8 +231,8 @@ async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: 
                     await asyncio.sleep(0.002)
             version = sender.version
             await eventually(lambda: sender.version > version + 20)
-            assert sender.bus._link.pool.peak <= 4
-    await eventually(lambda: sender.bus._link.pool.slabs <= 3)
+            assert sender.bus.link.pool.peak <= 4
+    await eventually(lambda: sender.bus.link.pool.slabs <= 3)
 
 
 @pytest.mark.requirement(197, 202)
@@ -245,8 +245,8 @@ async def test_an_epoch_that_cannot_be_is_malformed_and_the_highest_leaves_room_
     connecting = asyncio.create_task(sender.connect())
     if started:
         await asyncio.gather(connecting, receiver.connect())
-    await eventually(lambda: sender.bus._link is not None)
-    link = sender.bus._link
+    await eventually(lambda: sender.bus.link is not None)
+    link = sender.bus.link
     with raw_dealer(sender.bus.endpoint) as dealer:
         for count, absurd in enumerate([(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1)], 1):
             fields = msgpack.unpackb(messages.encode(hello(0)))

@@ -157,10 +157,10 @@ MUTATIONS = {
     "the end of a process gives nothing back": [(Trainer, "process_ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "catch_up", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
-        (TrainerFastPath, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
+        (TrainerFastPath, "end", "self.waiting, self._unsent", "set(), self._unsent")
     ],
     "the fast path forgets whom it has not told": [
-        (TrainerFastPath, "_hand_over", "self.waiting, self._unsent", "self.waiting, []"),
+        (TrainerFastPath, "end", "self.waiting, self._unsent", "self.waiting, []"),
         NO_PONG,
     ],
     "the fast path begins with somebody behind": [(Trainer, "steady", "for peer in peers:", "for peer in ():")],

@@ -148,7 +148,7 @@ async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None
 async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_keeps_the_weights(tmp_path: Path) -> None:
     for keep, closed in ((None, True), (tmp_path / "kept.safetensors", False)):
         async with relayed(tmp_path, workers=1, keep=keep) as (sender, relay, (receiver,), _, _):
-            receiver._bus._link.machine.session.reconnects = False
+            receiver._bus.link.machine.session.reconnects = False
             await sender.shutdown()
             if closed:
                 await until(lambda receiver=receiver: receiver.closed)
@@ -306,7 +306,7 @@ async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sen
     async with receiver:
         async with sender:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            connection = receiver.bus._link.connection
+            connection = receiver.bus.link.connection
             assert connection.fanout
         await until(lambda: connection.endpoint.startswith("tcp://localhost"), 10)
         for _ in range(10):
@@ -320,7 +320,7 @@ async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody
     receiver = worker(Model(0.0), connect=f"{first},{second}", reconnect=True)
     async with receiver:
         await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-        link = receiver.bus._link
+        link = receiver.bus.link
         session = link.machine.session
         await sender.shutdown()
         await until(lambda: not session.online)
@@ -333,7 +333,7 @@ async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_
     sender = trainer(Model(4.0), endpoint=f"ipc://{tmp_path}/up")
     receiver = worker(Model(0.0), connect=f"ipc://{tmp_path}/up,ipc://{tmp_path}/next")
     async with connected(sender, receiver, timeout=20):
-        link = receiver.bus._link
+        link = receiver.bus.link
         assert link._watch is not None
         session = link.machine.session
         session.trainer = replace(session.trainer, boot="another host's")
@@ -350,7 +350,7 @@ async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
     receiver = worker(Model(0.0), connect=",".join(addresses), reconnect=True)
     async with receiver:
         await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-        link = receiver.bus._link
+        link = receiver.bus.link
         assert not link.is_lost
         await sender.shutdown()
         await until(lambda: not link.machine.session.online)

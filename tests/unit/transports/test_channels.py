@@ -138,7 +138,7 @@ async def test_an_interrupted_fetch_loses_no_message(named: tuple[str, Board]) -
     name, lines = named
     async with ASYNCIO.crew(1, scheme=BoardScheme(name), source=Model(0)) as everybody:
         [receiver] = everybody.receivers
-        link = receiver.bus._link
+        link = receiver.bus.link
         lines[0].can_receive.clear()
         await everybody.sender.publish(Model(1))
         await in_thread(lines[0].receiving.wait, 5)
