@@ -176,9 +176,16 @@ class Applying(Link):
         try:
             for context in self._active_contexts(staging.parts):
                 own = {m: part.slab for m, part in staging.parts.items() if self.contexts.get(m) is context}
-                result = await self._cascade_thread.submit(partial(_call, context.update_policy_weights_, own))
-                if inspect.isawaitable(result):
-                    await result
+                if not own:  # its scheme has been shut down while another context was called
+                    continue
+                function = context.update_policy_weights_
+                if inspect.iscoroutinefunction(function):
+                    call = await self._cascade_thread.submit(partial(_with_copies, function, own))
+                    await call()
+                else:
+                    result = await self._cascade_thread.submit(partial(_call, function, own))
+                    if inspect.isawaitable(result):  # an ordinary function that returns a coroutine
+                        await result
         except BaseException as error:
             if self.closed:
                 raise
@@ -536,12 +543,17 @@ def _raise_again(error: WeightSyncError | None) -> None:
         raise type(error)(*error.args)
 
 
+def _with_copies(function: Any, slabs: Mapping[str, Slab]) -> Callable[[], Any]:
+    """The function, with copies of these weights as its arguments."""
+    weights = {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
+    if len(weights) > 1:
+        return partial(function, weights_dict=weights)
+    [(model_id, only)] = weights.items()
+    return partial(function, only, model_id=model_id)
+
+
 def _call(function: Any, slabs: Mapping[str, Slab]) -> Any:
     try:
-        weights = {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
-        if len(weights) > 1:
-            return function(weights_dict=weights)
-        [(model_id, only)] = weights.items()
-        return function(only, model_id=model_id)
+        return _with_copies(function, slabs)()
     except BaseException as error:
         raise as_exception(error)  # noqa: B904 - it has its cause

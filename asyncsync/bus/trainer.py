@@ -278,13 +278,14 @@ class TrainerLink(Publishing):
         def are_there() -> bool:
             machine.check_open()
             if version is not None:
-                outcome = progress.of(version, membership.expected(), models)
+                expected = membership.expected()
                 if machine.num_workers is None:  # one that comes later and does not fit fails only its own connect()
-                    rejections = [machine.targets.rejection(w, version, models) for w in membership.expected()]
-                    is_hopeless = any(rejection is not None for rejection in rejections)
+                    is_hopeless = any(machine.targets.rejection(w, version, models) is not None for w in expected)
                 else:  # a lost worker may come back; a worker that has refused or failed stays that way
-                    is_hopeless = any(not isinstance(error, PeerLost) for error in outcome.failed.values())
+                    failed = progress.of(version, expected, models).failed
+                    is_hopeless = any(not isinstance(error, PeerLost) for error in failed.values())
                 if is_hopeless:
+                    outcome = progress.of(version, expected, models)
                     raise PartialSendError(outcome.acked, outcome.failed)
             there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
@@ -328,9 +329,8 @@ class TrainerLink(Publishing):
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
             if type(instruction) is Inquiry:  # any client that may connect may ask; the machine does not see it
                 if (report := self.reporter.answer(instruction.token)) is not None:
-                    self._socket.send(
-                        (route, messages.encode(report))
-                    )  # its result does not matter: the client may have left
+                    # Whether it was sent does not matter, because the client may have left.
+                    self._socket.send((route, messages.encode(report)))
                     self._socket.after_send()
                 self.act_on_changes()
                 return

@@ -442,6 +442,7 @@ class WorkerLink(Applying, Memory):
         if (answering := self.answering) is not None:
             answering.cancel()
             await asyncio.wait([answering])
+            self.answering = None  # a task that is cancelled before its first step has not done so
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # the trainer does not write its memory any more
         if self.copying:

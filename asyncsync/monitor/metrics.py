@@ -69,9 +69,9 @@ class Metrics:
         """prometheus-client calls this for each scrape, in one of its threads."""
         from prometheus_client.core import GaugeMetricFamily
 
-        if self._bus is None:
+        if (bus := self._bus) is None:
             return
-        loop, collect_bus = self._bus
+        loop, collect_bus = bus
         asked = time.monotonic()
         found: list[Metric] | None = None
         collecting = collect_bus()

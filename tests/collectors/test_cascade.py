@@ -201,6 +201,34 @@ async def test_several_models_of_one_update_are_passed_on_in_one_call(api: Api) 
         await bus.shutdown()
 
 
+@pytest.mark.schemes("some")
+async def test_a_model_that_leaves_while_another_is_passed_on_is_left_out(api: Api) -> None:
+    bus = api.bus(num_workers=1)
+    senders = {name: api.scheme(bus=bus) for name in ("actor", "critic")}
+    contexts = {"actor": Recorder(), "critic": Recorder()}
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1))
+    receivers = {name: receiver_of(senders[name], 0, None, name, context=contexts[name]) for name in senders}
+    there = receivers["actor"].bus
+    try:
+        await asyncio.gather(bus.connect(timeout=10), there.connect(timeout=10))
+        for context in contexts.values():
+            context.calls.clear()
+        contexts["actor"].begun.clear()
+        contexts["actor"].may_go_on.clear()
+        version = await bus.publish({"actor": Model(2), "critic": Model(3)})
+        assert await in_thread(contexts["actor"].begun.wait, 10)
+        await receivers["critic"].shutdown()
+        contexts["actor"].may_go_on.set()
+        await senders["actor"].wait_version(version, timeout=10)
+        assert contexts["actor"].calls == [({2}, "actor")]
+        assert contexts["critic"].calls == []
+    finally:
+        contexts["actor"].may_go_on.set()
+        await there.shutdown()
+        await bus.shutdown()
+
+
 # -- a tree: trainer, middle worker, two leaves
 
 
