@@ -702,6 +702,8 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
         for key, value in metadata.items():
             try:
                 check_metadata(msgpack.packb({key: value}))
+            except LimitExceeded:  # by itself it may be too large, but it is not the reason
+                continue
             except (TypeError, ValueError, OverflowError, ProtocolError):
                 where = f"metadata[{key!r}]"
                 break

@@ -202,9 +202,10 @@ def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArgumen
     own = frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, flags), *ends})
     repeated: list[Key] = []
     if arguments.compact_obs:
-        states = getattr(environment, "primed_keys", [])
         if is_torchrl(environment):
             states = environment.state_spec.keys(True, True)
+        else:
+            states = getattr(environment, "primed_keys", [])
         repeated = [*observation_keys(environment, root), *states]
         counters = [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count"]
         repeated += [key for key in counters if key not in repeated]

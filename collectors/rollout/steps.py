@@ -218,12 +218,13 @@ class Carrier:
         if version == self._version:
             return
         self.label_arrays["policy_version"] = np.full(self._size, version)
-        self._version, self._labels = version, None
+        self._labels = None
         if self._root is not None:
             self._root.set("collector", self.labels)
         tracker = self.arguments.track_policy_version
         if not isinstance(tracker, bool):
             tracker.version = version
+        self._version = version  # last: after an interrupt before this, the next call labels the root again
 
 
 @dataclass(eq=False)

@@ -91,7 +91,7 @@ def pickled(value: Any) -> bytes:
         raise
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # asyncio's log shows the arguments of callbacks: not all these bytes
 class Parcel:
     """A pickled part of a message. The receiver unpickles it when and where it needs the value: ``loads(parcel)``."""
 

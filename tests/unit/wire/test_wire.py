@@ -465,6 +465,11 @@ def test_metadata_is_a_mapping_of_names_within_its_limits() -> None:
         refused(with_field(update, metadata=wrong), *payload)
 
 
+def test_the_key_whose_value_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match="'bad'"):
+        encode_metadata({"large": "x" * (MAX_METADATA + 1), "bad": object()})
+
+
 def test_text_that_is_no_unicode_is_mended_not_raised() -> None:
     failed = replace(EXAMPLES[Failed][0], message="no file \udcff")  # type: ignore[type-var]
     assert decode([encode(failed)])[0] == replace(failed, message="no file ?")

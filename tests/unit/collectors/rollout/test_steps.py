@@ -19,6 +19,7 @@ from tensordict.nn import (
 from torch import nn
 
 from asyncsync.collectors import Collector, GymEnv
+from asyncsync.collectors.rollout.steps import Carrier
 from helpers.collecting_gym import Spaces
 
 
@@ -343,6 +344,25 @@ def test_ctrl_c_in_a_policy_breaks_no_trajectory_off(kind: type[GymEnv]) -> None
         batch = collector.rollout()
         assert batch is not None
         assert batch["observation"][:3, 0].tolist() == [17, 18, 19]
+
+
+def test_frames_after_ctrl_c_in_labelling_have_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: Any = Carrier.labels
+
+    def interrupted(carrier: Carrier) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with Collector(General(COUNTING), Act(), frames_per_batch=5, total_frames=-1) as collector:
+        collector.rollout()
+        collector.update_policy_weights_()
+        monkeypatch.setattr(Carrier, "labels", property(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+        assert Carrier.labels is labels
+        batch = collector.rollout()
+        assert batch is not None
+        assert batch["collector", "policy_version"].unique().tolist() == [collector.policy_version]
 
 
 def test_what_stands_in_the_place_of_step_and_maybe_reset_is_called() -> None:
