@@ -125,12 +125,12 @@ class Publishing(Link):
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
-        """Copy the sources to slabs, make these the targets (or ``stages`` them), and announce them; returns the version.
+        """Copy the sources into slabs, make these the targets (or ``stages`` them), and announce them.
 
-        Publications keep the order in which they were called. If the caller is cancelled, this raises once nothing
-        reads the sources any more. ``serve`` names models that the trainer may not serve yet: it begins to serve them
-        together with these weights, because workers must not take such a model for one without weights. Raises
-        AckTimeout if an earlier publication still runs, or no slab is free, at this ``deadline`` of the loop's clock.
+        Returns the version. Publications keep the order in which they were called. If the caller is cancelled, this
+        raises once nothing reads the sources any more. ``serve`` names models that the trainer may not serve yet: it
+        begins to serve them together with these weights, because workers must not take such a model for one without
+        weights. Raises AckTimeout if an earlier publication still runs, or no slab is free, at the loop's ``deadline``.
         """
         machine, observer = self.machine, self.observer
         jobs: list[_PackJob] = []
