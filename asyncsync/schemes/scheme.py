@@ -743,13 +743,15 @@ class Scheme(ABC):
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def extract_at_once(self, weights: Any) -> FlatWeights | None:
-        # The current values of the selected weights, if the source is a module (or was extracted already), so that
-        # nothing is to be awaited; else None.
+        # The current values of the selected weights, if the source is a plain module (or was extracted already), so
+        # that nothing is to be awaited; else None.
         if isinstance(weights, Extracted):
             return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
+            return None
+        if type(self.strategy).extract_weights is not WeightStrategy.extract_weights:
             return None
         return self._chosen(flat_weights(self.strategy, source))
 
