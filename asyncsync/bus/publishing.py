@@ -420,7 +420,7 @@ class Publishing(Link):
         layout = target.slab.layout
         if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):
             return False
-        if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
+        if not (streams or pool.is_quick(layout.nbytes)) or machine.membership.fanout_port:
             return False
         if target.slab.references > 1:  # a worker that is lost or has left may still be reading it
             return False

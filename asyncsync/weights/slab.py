@@ -271,8 +271,8 @@ class SlabPool:
         return True
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        """Whether :meth:`acquire` gets a slab at once that is cheap to use. False also if one is :meth:`draining
-        <is_draining>`, because waiting a moment for it is cheaper than making another."""
+        """Whether :meth:`acquire` needs no expensive allocation. False also while a slab of this size is draining,
+        because using it again costs less than using new memory."""
         return not self.is_draining(nbytes)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
