@@ -374,15 +374,9 @@ class PrivateSlab(Slab):
                 self._views = [entry.tensor(self.mapping) for entry in self.layout.entries]
         return self._views
 
-    def reuse(self, layout: Layout) -> None:
-        self.discard_own_pages()
-        super().reuse(layout)
-
     def discard_own_pages(self) -> None:
         """Discard the pages that this process has written, so that the file's next version shows. Call this only when
         no Parameter lies here any more."""
-        if not (self.holds_parameters or self.exposed):
-            return
         if self._has_own_pages():
             self.mapping.madvise(mmap.MADV_DONTNEED)
         # share_memory() on a model, or sending it to a spawned process, moves a storage together with all its views.
@@ -624,7 +618,17 @@ class SlotTransport(ChunkTransport):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        slot = self._map(lease, layout)
+        # A mapping keeps the memory of a file even after the trainer has closed the file.
+        for place, unused in list(self._attachments.items()):
+            if place.inode not in lease.kept and not unused.is_used:
+                del self._attachments[place]
+        slot = self._attachments.get(lease.place)
+        if slot is None or slot.is_detached or slot.nbytes != layout.nbytes:
+            self._attachments[lease.place] = slot = AttachedSlab(lease.place, layout)
+        elif slot.references:
+            slot.retain()  # the same update again; the trainer cannot have written to the slot since
+        else:
+            slot.reuse(layout)
         if lease.in_place:
             return slot
         try:
@@ -641,21 +645,6 @@ class SlotTransport(ChunkTransport):
         finally:
             slot.release()
 
-    def _map(self, lease: Lease, layout: Layout) -> AttachedSlab:
-        """The mapped slot of a lease. Raises as :class:`AttachedSlab`."""
-        # A mapping keeps the memory of a file even after the trainer has closed the file.
-        for place, unused in list(self._attachments.items()):
-            if place.inode not in lease.kept and not unused.is_used:
-                del self._attachments[place]
-        slab = self._attachments.get(lease.place)
-        if slab is None or slab.is_detached or slab.nbytes != layout.nbytes:
-            self._attachments[lease.place] = slab = AttachedSlab(lease.place, layout)
-        elif slab.references:
-            slab.retain()  # the same update again; the trainer cannot have written to the slot since
-        else:
-            slab.reuse(layout)
-        return slab
-
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return super().acquire_slab(layout, pool) if self.streamable else pool.acquire(layout)
 
@@ -663,10 +652,9 @@ class SlotTransport(ChunkTransport):
         if type(self).attach is not SlotTransport.attach:
             return None
         lease = Lease.decode(descriptor, layout.nbytes)
-        if lease.in_place:
-            return None
-        slot = self._map(lease, layout)
-        slot.release()
+        slot = self._attachments.get(lease.place)
+        if lease.in_place or slot is None or slot.is_detached or slot.nbytes != layout.nbytes:
+            return None  # attach maps it
         return slot.memory
 
     @property
@@ -680,7 +668,7 @@ class SlotTransport(ChunkTransport):
     def clean_slots(self) -> None:
         # This takes milliseconds. Do it now, because nothing waits for it, unlike during the next update.
         for slab in self._attached:
-            if not slab.references and not slab.is_detached:
+            if (slab.holds_parameters or slab.exposed) and not (slab.references or slab.is_detached):
                 slab.discard_own_pages()
 
     def detach_models(self) -> bool:

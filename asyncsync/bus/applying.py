@@ -20,7 +20,7 @@ from asyncsync.bus.status import WorkerObserver
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PeerLost, Superseded, WeightSyncError
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.rendezvous import SenderConnection
-from asyncsync.protocol.holdings import Acting, Staging, Taken
+from asyncsync.protocol.holdings import Acting, StagedPart, Staging, Taken
 from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon
 from asyncsync.weights.slab import Slab
@@ -51,7 +51,7 @@ class Applying(Link):
         super().__init__("asyncsync-copy")
         self.machine = machine
         self.gate = gate
-        self.observer = observer
+        self.observer: WorkerObserver = observer
         self.transports: dict[str, Carrier] = {}  # by model
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.manual: set[str] = set()
@@ -67,10 +67,12 @@ class Applying(Link):
 
     # -- what models show ----------------------------------------------------------------------------------------------
 
-    def show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
+    def show(self, epoch: Epoch, parts: Mapping[str, StagedPart]) -> None:
         """The models have these versions now. Called under the gate, so a reader sees the version that it reads."""
         # A new dict, because other threads may be reading the old one, and a relay compares the two by identity.
-        self.shown = {**self.shown, **{model_id: (epoch, *acting) for model_id, acting in versions.items()}}
+        self.shown = self.shown | {
+            m: (epoch, p.version, p.version if p.origin is None else p.origin, p.metadata) for m, p in parts.items()
+        }
 
     def newest_shown(self, models: Iterable[str]) -> Acting:
         """The newest that any of these models shows; its version is 0 if there is none. May be called in any thread."""
@@ -82,7 +84,8 @@ class Applying(Link):
 
     def needs_only_gate(self, model_id: str) -> bool:
         """Whether updates of this model wait for nothing but the gate, and are passed on to no other workers."""
-        return self.passing_on is None and model_id not in self.manual and not self._active_contexts((model_id,))
+        is_passed_on = self.contexts and self._active_contexts((model_id,))
+        return self.passing_on is None and model_id not in self.manual and not is_passed_on
 
     def _offer_to_gate(self) -> None:
         if self.passing_on is not None or self.closed or self.machine.leaving:
@@ -129,7 +132,7 @@ class Applying(Link):
                     staging.error = error
                 else:
                     if not staging.abandoned:
-                        self.show(staging.epoch, staging.acting)
+                        self.show(staging.epoch, staging.parts)
                 staging.over = True
 
     def _report_results(self, offered: list[Staging], passed_on: Staging | None = None) -> None:
@@ -142,11 +145,11 @@ class Applying(Link):
                 if staging.seen_by_loop or staging.abandoned:
                     continue
                 staging.seen_by_loop = True
-                if staging.error is None and self._active_contexts(staging.parts):
+                if staging.error is None and self.contexts and self._active_contexts(staging.parts):
                     # Nothing newer goes through the gate until the workers below have this update.
                     self.passing_on = self.loop.create_task(self._pass_on(offered, staging))
                     return
-            if self.observer.has_listeners:
+            if self.has_listeners:
                 self.observer.finished(staging, staging.error)
             if staging.error is not None:
                 self.machine.failed(staging, staging.error)
@@ -162,7 +165,7 @@ class Applying(Link):
 
     def _active_contexts(self, models: Iterable[str]) -> list[Any]:
         """The contexts of these models that have workers, read at each update: a collector may get them later."""
-        if not self.contexts or self.closed:
+        if self.closed:
             return []
         found = {id(context): context for m in models if (context := self.contexts.get(m)) is not None}
         return [context for context in found.values() if getattr(context, "cascades", True)]
@@ -245,7 +248,7 @@ class Applying(Link):
                 f"{self._why_not_taken(model_id, version, epoch)}"
             )
         taken = machine.take(model_id, version)
-        if self.observer.has_listeners:
+        if self.has_listeners:
             self.observer.emit("update.taken", self.observer.traces.get(taken.staging.serial))
         return taken
 
@@ -255,13 +258,13 @@ class Applying(Link):
         trainer's epoch has begun."""
         machine, staging = self.machine, taken.staging
         if error is None and not (unused or self.closed or taken.is_applied):
-            self.show(staging.epoch, staging.acting)
+            self.show(staging.epoch, staging.parts)
         counts = machine.give_back(taken, error, unused=unused)
         if self.closed:
             if error is None and not unused:
                 raise ClosedError("this scheme was shut down while a version was taken")
             return
-        if self.observer.has_listeners and not unused:
+        if self.has_listeners and not unused:
             self.observer.finished(staging, None if error is None else as_exception(error))
         self._clean_soon(staging)
         self.act_on_changes()

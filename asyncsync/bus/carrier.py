@@ -85,7 +85,7 @@ class Carrier:
         return pool.acquire(layout)
 
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
-        # Receiver: a view of the bytes that attach would copy; None: attach does not just copy. The view is valid for
+        # Receiver: a view of the bytes that attach would copy; None: attach does more than copy. The view is valid for
         # this update. It is valid again for the next update with this descriptor, unless attach was called for another
         # descriptor in between. Raises the same exceptions as attach.
         return None

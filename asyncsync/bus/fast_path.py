@@ -29,7 +29,7 @@ from operator import attrgetter
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.protocol.holdings import Acting, StagedPart, Staging
+from asyncsync.protocol.holdings import StagedPart, Staging
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.worker import Worker
@@ -39,7 +39,7 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import messages
 from asyncsync.wire.messages import Again, Buffer, Epoch, Part, encode_again, encode_applied
 
-Show = Callable[[Epoch, Mapping[str, Acting]], None]
+Show = Callable[[Epoch, Mapping[str, StagedPart]], None]
 """Called under the gate when models have new versions, before a reader can enter."""
 
 Send = Callable[[Peer, bytes, Sequence[Buffer]], bool]
@@ -249,7 +249,7 @@ class WorkerFastPath:
                 return
             prepared.resolve()
             prepared.apply()
-        self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
+        self._show(self._epoch, {self._model_id: StagedPart(self._version, self._next, prepared)})
         self._is_applied = True
 
     def _bytes_of(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:

@@ -20,7 +20,7 @@ from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, TypeVar
 
-from asyncsync.bus.status import by_label, counter
+from asyncsync.bus.status import Observer, by_label, counter
 from asyncsync.errors import AckTimeout, ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import DESCRIPTORS_PER_LINK, descriptor_shortage
@@ -56,6 +56,7 @@ class Link(ABC):
     calls :meth:`_tick`, and is None during the call.
     """
 
+    observer: Observer
     metrics: Metrics | None = None
     stalled_seconds = 0.0  # the sum of all delays of more than LATE with which the event loop called the timer
     _at_exit: Finalize | None = None  # None until the link is open
@@ -128,6 +129,11 @@ class Link(ABC):
     def is_inherited(self) -> bool:
         """True in a forked child, because the link is the parent's."""
         return self.pid != os.getpid()
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether a hook or the debug log gets each event. Then the fast path, which emits none, is off."""
+        return bool(self.observer.hooks) or logger.isEnabledFor(logging.DEBUG)
 
     # The state machine of each side:
 

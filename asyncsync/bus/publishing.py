@@ -88,7 +88,7 @@ class Publishing(Link):
         self.machine = machine
         self.min_workers = min_workers
         self.pool = SlabPool(partial(call_soon, self.loop, self.notify))
-        self.observer = TrainerObserver(machine.progress.find_awaited, hooks)
+        self.observer: TrainerObserver = TrainerObserver(machine.progress.find_awaited, hooks)
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.publish_lock, self.verify_lock = FairLock(), FairLock()
         self.serving_transports: dict[bytes, Carrier] = {}
@@ -96,7 +96,8 @@ class Publishing(Link):
         self.used_time_slice = False
         self.source_caches: dict[str, SourceCache] = {}
         self.pools = {self.pool}
-        self._awaited_pool: SlabPool | None = None  # in which the running publication waits for a free slab
+        # In which the running publication waits for a free slab. If a later one is late, it says which worker has it.
+        self._awaited_pool: SlabPool | None = None
         self._is_encoding = self._cannot_encode = False
 
     @abstractmethod
@@ -124,23 +125,19 @@ class Publishing(Link):
         metadata: bytes = b"",
         stages: bool = False,
     ) -> int:
-        """Copy the sources into slabs, make these the targets, and announce them; returns the version. ``stages``: the
-        version becomes the target when it is committed.
+        """Copy the sources into slabs, make these the targets (or ``stages`` them), and announce them.
 
-        Publications keep the order in which they were called. If the caller is cancelled, this raises once nothing
-        reads the sources any more. ``serve`` names models that the trainer may not serve yet: it begins to serve them
-        together with these weights, because workers must not take such a model for one without weights. Raises
-        AckTimeout if an earlier publication still runs, or no slab is free, at the deadline, a time of the loop's
-        clock.
+        Returns the version. Publications keep the order in which they were called. If the caller is cancelled, this
+        raises once nothing reads the sources any more. ``serve`` names models that the trainer may not serve yet: it
+        begins to serve them together with these weights, because workers must not take such a model for one without
+        weights. Raises AckTimeout if an earlier publication still runs, or no slab is free, at the loop's ``deadline``.
         """
         machine, observer = self.machine, self.observer
         jobs: list[_PackJob] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
-
-        def late() -> str:  # the publication before this one may wait for a slot; then say which worker holds it
-            return f"another publication is still running: {self._why_full(self._awaited_pool)}"
-
-        await self.publish_lock.acquire_until(deadline, late)
+        await self.publish_lock.acquire_until(
+            deadline, lambda: f"another publication is still running: {self._why_full(self._awaited_pool)}"
+        )
         trace: Trace | None = None
         try:
             begun = self.loop.time()
@@ -148,7 +145,7 @@ class Publishing(Link):
             self.end_fast_path().check_open()
             if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            if observer.has_listeners or observer.durations is not None:
+            if self.has_listeners or observer.durations is not None:
                 trace = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
@@ -176,11 +173,11 @@ class Publishing(Link):
             if trace is not None:
                 observer.emit("publish.packed", trace, nbytes=sum(job.slab.nbytes for job in jobs))
             for job in jobs:
-                slab, transport = job.slab, job.transport
-                if (descriptor := await transport.offer(slab, job.workers)) is not None:
-                    slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
-                    if type(transport).serve is not Carrier.serve:
-                        self.serving_transports[descriptor] = transport
+                if (descriptor := await job.transport.offer(job.slab, job.workers)) is not None:
+                    job.slab.descriptor = descriptor
+                    job.slab.on_release = partial(self._retire, job.transport, descriptor)
+                    if type(job.transport).serve is not Carrier.serve:
+                        self.serving_transports[descriptor] = job.transport
             self.check_usable()
             if (staged := machine.targets.staged) is not None:
                 observer.end(staged.version, DROPPED)
@@ -192,11 +189,9 @@ class Publishing(Link):
             observer.abandoned(trace, error)
             raise
         finally:
-            try:
-                for job in jobs:
-                    job.slab.release()
-            finally:
-                self.publish_lock.release()
+            self.publish_lock.release()  # the next publication begins when this one awaits or returns
+            for job in jobs:
+                job.slab.release()
         self.act_on_changes()
         return version
 
@@ -277,17 +272,14 @@ class Publishing(Link):
         if alone and memory is None:
             known.remember(flat)
         layout, pinned = known.layout, flat.ready is not None
-
-        def acquire() -> Slab:
-            slab = pool.acquire(layout, pinned=pinned)
-            jobs.append(_PackJob(slab, flat, tensors, memory, transport, workers))
-            return slab
-
-        if pool.is_quick(layout.nbytes, pinned=pinned) and not pool.is_draining(layout.nbytes):
-            return acquire()
-        memory = None  # while this waits, a tensor may get other memory
-        await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
-        return await self.run_inline_or_in_thread(acquire, layout.nbytes)
+        if not pool.is_quick(layout.nbytes, pinned=pinned):
+            memory = None  # while this waits, a tensor may get other memory
+            await self._wait_for_room(pool, layout.nbytes, {job.slab for job in jobs}, deadline, count)
+            # Have the pool make a spare slab. It keeps that if the caller is cancelled meanwhile.
+            await self.run_inline_or_in_thread(lambda: pool.acquire(layout, pinned=pinned).release(), layout.nbytes)
+        slab = pool.acquire(layout, pinned=pinned)
+        jobs.append(_PackJob(slab, flat, tensors, memory, transport, workers))
+        return slab
 
     async def _wait_for_room(self, pool: SlabPool, nbytes: int, own: set[Slab], deadline: float, count: int) -> None:
         machine = self.machine
@@ -406,7 +398,7 @@ class Publishing(Link):
         # A coroutine waits for a state of the machine, or publishes; or there is no timer, which ends the fast path.
         if self.waiters or self.publish_lock.waiting or self.publish_lock.locked() or self.timer is None:
             return None
-        if self.observer.has_listeners or self.origin is not None:  # the fast path emits no events, and sends no origin
+        if self.has_listeners or self.origin is not None:  # the fast path emits no events, and sends no origin
             return None
         if self.fast_path is None and not self._begin_fast_path(model_id, schemes[model_id].carrier):
             return None
@@ -428,7 +420,7 @@ class Publishing(Link):
         layout = target.slab.layout
         if layout.nbytes > (machine.settings.eager_bytes if streams else FAST_PATH_BYTES):
             return False
-        if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
+        if not (streams or pool.is_quick(layout.nbytes)) or machine.membership.fanout_port:
             return False
         if target.slab.references > 1:  # a worker that is lost or has left may still be reading it
             return False

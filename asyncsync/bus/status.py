@@ -315,15 +315,10 @@ class Observer(ABC):
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.traces: dict[int, Trace] = {}
-        self._hooks = list(hooks)
-
-    @property
-    def has_listeners(self) -> bool:
-        """Whether a hook or the debug log gets each event. Then the fast path, which emits none, is off."""
-        return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
+        self.hooks = list(hooks)
 
     def emit(self, event: str, trace: Trace | None, at: int | None = None, **more: Any) -> None:
-        hooks = [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks
+        hooks = [*self.hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self.hooks
         if trace is None or not hooks:
             return
         at = at or time.time_ns()
@@ -332,7 +327,7 @@ class Observer(ABC):
             try:
                 hook(event, info)
             except Exception:  # a hook that fails must not make the update fail
-                self._hooks = [other for other in self._hooks if other is not hook]
+                self.hooks = [other for other in self.hooks if other is not hook]
                 logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
 
     def add(self, key: int, trace: Trace) -> None:

@@ -185,7 +185,7 @@ class WorkerLink(Applying, Memory):
 
     def _receive_frames(self, frames: list[memoryview], *, by_side_channel: bool) -> None:
         fast = self.machine.fast_path
-        if fast is not None and not self.observer.has_listeners:
+        if fast is not None and not self.has_listeners:
             answer = None
             try:
                 try:
@@ -198,15 +198,13 @@ class WorkerLink(Applying, Memory):
             except Exception:
                 raise
             except BaseException:
-                # The update may be in the model by half, or whole and not acknowledged.
-                self._receive_on_general_path(frames, by_side_channel=by_side_channel)
+                # The update may be in the model by half, or whole and not acknowledged: take the general path.
+                self.machine.end_fast_path()
+                self._receive_frames(frames, by_side_channel=by_side_channel)
                 raise
-        self._receive_on_general_path(frames, by_side_channel=by_side_channel)
-
-    def _receive_on_general_path(self, frames: list[memoryview], *, by_side_channel: bool) -> None:
         try:
             instruction, payload = messages.decode(frames, by_side_channel=by_side_channel)
-            if self.observer.has_listeners:
+            if self.has_listeners:
                 self.observer.received(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
@@ -223,7 +221,7 @@ class WorkerLink(Applying, Memory):
                 self.side_channel = connect_side_channel(path, nonce, self._receive_packet, self.crash)
             self._subscribe()
         self.act_on_changes()
-        if type(instruction) is Again and not self.closed and not self.observer.has_listeners:
+        if type(instruction) is Again and not self.closed and not self.has_listeners:
             self._begin_fast_path(instruction)
 
     def _subscribe(self) -> None:
@@ -239,7 +237,7 @@ class WorkerLink(Applying, Memory):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
             before = self.machine.serial
             self.machine.receive(instruction, payload, self.loop.time())
-            if self.observer.has_listeners and (isinstance(instruction, Chunk) or self.machine.serial > before):
+            if self.has_listeners and (isinstance(instruction, Chunk) or self.machine.serial > before):
                 self.observer.received(instruction, payload)
             incoming = self.machine.incoming
             if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
@@ -351,7 +349,7 @@ class WorkerLink(Applying, Memory):
 
     def act_on_changes(self) -> None:
         machine = self.machine
-        if self.observer.has_listeners:
+        if self.has_listeners:
             self.observer.note_staged(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
             self._offer_to_gate()

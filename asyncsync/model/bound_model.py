@@ -30,8 +30,8 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import lies_in_slab
 from asyncsync.weights.tensors import (
     PLAIN,
+    PLAIN_OR_MAPPED,
     AddressCache,
-    are_plain,
     clone,
     copy_tensors,
     destination_problem,
@@ -111,13 +111,10 @@ class Selection:
 
     def chosen_weights(self, flat: FlatWeights) -> FlatWeights:
         """The weights of a source that it chooses. Raises as :meth:`check`."""
-        if self.is_all:
-            return flat
         chosen = _chosen(self, (*flat.tensors, *flat.values))
         return FlatWeights(
             {path: tensor for path, tensor in flat.tensors.items() if path in chosen},
             {path: value for path, value in flat.values.items() if path in chosen},
-            flat.ready,
         )
 
 
@@ -452,7 +449,7 @@ class BoundModel:
         if admitted.get(name) is own and have_memory([own], [0]):
             return ""
         problem = destination_problem(own, inplace=self.inplace)
-        if not problem and not are_plain([own]):
+        if not problem and type(own) not in PLAIN_OR_MAPPED:
             admitted[name] = own
         return problem
 

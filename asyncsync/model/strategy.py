@@ -150,18 +150,11 @@ def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 def flat_weights(strategy: WeightStrategy, source: Any) -> FlatWeights:
     """The weights that the strategy's sender half extracts, flattened. Raises as ``extract_weights`` and
     :func:`asyncsync.weights.tree.flatten`."""
-    flat = module_weights(strategy, source) if isinstance(source, nn.Module) else None
-    return flatten(strategy.extract_weights(source)) if flat is None else flat
-
-
-def module_weights(strategy: WeightStrategy, module: nn.Module) -> FlatWeights | None:
-    """The same as :func:`flat_weights`, without the detour by a TensorDict; None if the strategy or the module is of a
-    kind for which the result could differ."""
     is_plain = type(strategy).extract_weights is WeightStrategy.extract_weights and strategy.extract_as == "tensordict"
-    # Not isinstance(), which takes as long as the rest for an abstract class.
-    if not is_plain or TensorDictBase in type(module).__mro__:
-        return None
-    return _collected(module, (), FlatWeights())
+    # Without the detour by a TensorDict. Not isinstance(), which takes as long as the rest for an abstract class.
+    if is_plain and isinstance(source, nn.Module) and TensorDictBase not in type(source).__mro__:
+        return _collected(source, (), FlatWeights())
+    return flatten(strategy.extract_weights(source))
 
 
 def _collected(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:

@@ -20,7 +20,7 @@ from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.slab import Slab, lies_in_slab
 from asyncsync.weights.tensors import (
-    are_plain,
+    PLAIN_OR_MAPPED,
     check_source,
     clone,
     copy_bytes,
@@ -123,7 +123,7 @@ class ModelUpdate(Prepared):
             raise SchemaMismatch("the model has changed since its layout was accepted")
         try:
             addresses = list(map(torch.Tensor.data_ptr, found))
-            is_plain = are_plain(found) and have_memory(found, plan.sizes)
+            is_plain = PLAIN_OR_MAPPED.issuperset(map(type, found)) and have_memory(found, plan.sizes)
         except RuntimeError:  # torch knows no memory of such a tensor
             addresses, is_plain = [0], False
         if not is_plain:

@@ -229,12 +229,6 @@ class Staging:
     def versions(self) -> dict[str, int]:
         return {model_id: part.version for model_id, part in self.parts.items()}
 
-    @property
-    def acting(self) -> dict[str, Acting]:
-        return {
-            m: Acting(p.version, p.version if p.origin is None else p.origin, p.metadata) for m, p in self.parts.items()
-        }
-
     def leave_out(self, models: Iterable[str]) -> None:
         """Leave these models out, because a newer update goes first, or they take part no more. Does nothing once the
         gate has begun with it."""

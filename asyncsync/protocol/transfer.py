@@ -75,7 +75,9 @@ class Announcement:
             return
         # Per part, how many of its bytes come from this sender, in the UPDATE or as chunks; and where it ends if those
         # are laid end to end.
-        self.sizes = [slab.nbytes if m in self.streamed_models else slab.streamed for m, (_, slab) in parts.items()]
+        self.sizes = [  # of the bytes that travel as chunks
+            slab.nbytes if slab.descriptor is None or m in self.streamed_models else 0 for m, (_, slab) in parts.items()
+        ]
         self.ends = list(accumulate(self.sizes))
         # Bytes that are not packed yet can only follow as chunks.
         eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())

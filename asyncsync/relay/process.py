@@ -21,7 +21,7 @@ from asyncsync.bus.worker import guest_link
 from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
-from asyncsync.protocol.holdings import Acting
+from asyncsync.protocol.holdings import StagedPart
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay.machine import Kept, RelayMachine, RelaySlots
 from asyncsync.runtime import loop_thread
@@ -74,8 +74,8 @@ class Relay:
         if kept is not None:
             epoch, models = kept
             self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
-            origins = {m: v if slab.origin is None else slab.origin for m, (v, slab, _) in models.items()}
-            self.upstream.show(epoch, {m: Acting(v, origins[m], metadata) for m, (v, _, metadata) in models.items()})
+            shown = {m: StagedPart(v, slab, None, slab.origin, metadata) for m, (v, slab, metadata) in models.items()}
+            self.upstream.show(epoch, shown)
             self.machine.restore(epoch, models, self.downstream.loop.time())
             self.downstream.act_on_changes()
         self._saved = self.upstream.shown  # a new object whenever a model shows another version

@@ -33,7 +33,7 @@ from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel, Selection
 from asyncsync.model.gate import PATIENCE, Handle, check_calls, check_methods
-from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, module_weights, resolve_strategy
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
@@ -42,8 +42,9 @@ from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, find_model, is_per_worker, is_plain_dict, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapt_context
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
-from asyncsync.weights.slab import Slab, copy_flat, cuda_events
-from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
+from asyncsync.weights.slab import Slab, copy_flat
+from asyncsync.weights.tensors import copy_value
+from asyncsync.weights.tree import FlatWeights, Path, dotted, flatten, nest
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME
 
 BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
@@ -750,15 +751,14 @@ class Scheme(ABC):
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
             return None
-        if (flat := module_weights(self.strategy, source)) is None:
+        if type(self.strategy).extract_weights is not WeightStrategy.extract_weights:
             return None
-        flat.ready = cuda_events(flat)
-        return self.selection.chosen_weights(flat)
+        return self._chosen(flat_weights(self.strategy, source))
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
         # The same for any source: once for all workers, or each worker's own, by its index. workers: only for these;
         # None: for all that have any. Runs in the caller's thread.
-        sources, choose = self.sources, self.selection.chosen_weights
+        sources = self.sources
         weights = sources.given(weights, workers, self._bus.num_workers)
         if is_per_worker(weights):
             each = {worker: await self._flat(given) for worker, given in weights.items()}
@@ -768,14 +768,24 @@ class Scheme(ABC):
         else:
             flat = await self._flat(weights)
             if sources.device_map_fn is None:
-                flat.ready = cuda_events(flat)
-                return choose(flat)
+                return self._chosen(flat)
             shared = nest(flat.tensors, flat.values)
             chosen = range(self._bus.num_workers or 0) if workers is None else workers
             each = {worker: flatten(sources.device_map_fn(worker, shared)) for worker in chosen}
-        for flat in each.values():  # the values are there when the caller's current streams reach these events
-            flat.ready = cuda_events(flat)
-        return {worker: choose(flat) for worker, flat in each.items()}
+        return {worker: self._chosen(flat) for worker, flat in each.items()}
+
+    def _chosen(self, flat: FlatWeights) -> FlatWeights:
+        """The selected weights. In a process that uses CUDA, ``ready`` has events on the caller's current streams, and
+        extra state is copied to the host."""
+        chosen = flat if self.selection.is_all else self.selection.chosen_weights(flat)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            chosen.values = {path: copy_value(dotted(path), value, "cpu") for path, value in chosen.values.items()}
+            events = {}
+            for device in {t.device for t in chosen.tensors.values() if t.is_cuda}:
+                events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                events[device].record(torch.cuda.current_stream(device))
+            chosen.ready = events or None
+        return chosen
 
     async def _flat(self, weights: Any) -> FlatWeights:
         model_id, context = self.sources.model_id, self.sources.context

@@ -26,7 +26,7 @@ from asyncsync.weights.msgpack_limits import check_structure
 from asyncsync.weights.tensors import (
     DTYPES,
     NAMES,
-    are_plain,
+    PLAIN_OR_MAPPED,
     check_source,
     clone,
     have_memory,
@@ -179,7 +179,7 @@ class Layout:
             found = [tensors[path] for path in self._paths]
             if not have_specs(found, self._shapes, self._dtypes) or not have_memory(found, self._sizes):
                 return None
-            if not are_plain(found):
+            if not PLAIN_OR_MAPPED.issuperset(map(type, found)):
                 for path, tensor in zip(self._paths, found, strict=True):
                     check_source(dotted(path), tensor)
             stored = [found[i] for i in self._filled]

@@ -111,11 +111,6 @@ class Slab:
         return self.references > 0
 
     @property
-    def streamed(self) -> int:
-        """How many bytes travel as chunks: all, or none if there is a descriptor."""
-        return self.nbytes if self.descriptor is None else 0
-
-    @property
     def views(self) -> list[torch.Tensor]:
         if self._views is None:
             entries = self.layout.entries
@@ -217,8 +212,13 @@ class Slab:
             self._contents = bytes(self.memory)
         return self._contents
 
+    def discard_own_pages(self) -> None:
+        """Undo what this process has written here, if the slab is a private mapping of a file."""
+
     def reuse(self, layout: Layout) -> None:
         """Prepare a slab from the pool for new content, with a layout of the same size."""
+        if self.holds_parameters or self.exposed:
+            self.discard_own_pages()
         if layout is not self.layout and layout.digest != self.layout.digest:
             self._views = self._pieces = None
         self.layout = layout
@@ -271,8 +271,9 @@ class SlabPool:
         return True
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        """Whether :meth:`acquire` needs no expensive allocation."""
-        return True
+        """Whether :meth:`acquire` needs no expensive allocation. False also while a slab of this size is draining,
+        because using it again costs less than using new memory."""
+        return not self.is_draining(nbytes)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         return Slab(layout, _allocate(layout.nbytes, pinned=pinned), self)
@@ -449,20 +450,6 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
         # Wait also after an error: the slab then goes back to its pool, where no copy may still write into it.
         for stream in streams.values():
             stream.synchronize()
-
-
-def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
-    """Record an event on the current stream of each CUDA device that the sources are on. None: they are on none. If the
-    process uses CUDA, this also replaces extra state by a copy on the host."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    flat.values = {path: copy_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
-    devices = {t.device for t in flat.tensors.values() if t.is_cuda}
-    events = {}
-    for device in devices:
-        events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        events[device].record(torch.cuda.current_stream(device))
-    return events or None
 
 
 class SourceCache:

@@ -1,7 +1,7 @@
 """Tensors: which can be sent and received, and how they are copied quickly.
 
-:func:`check_source` and :func:`destination_problem` check one tensor thoroughly. Every update calls :func:`have_specs`,
-:func:`have_memory` and :func:`are_plain`, which check many tensors quickly.
+:func:`check_source` and :func:`destination_problem` check one tensor thoroughly. Every update calls :func:`have_specs`
+and :func:`have_memory`, which check many tensors quickly.
 
 Many small tensors are copied in one call, large ones as bytes, very large ones on several cores. torch's own threads
 spin at a barrier until the last of them is done. That costs tens of milliseconds where workers keep the cores busy, so
@@ -47,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))  # subclasses may give their bytes another meaning
-_PLAIN = {*PLAIN, MemoryMappedTensor}  # attributes of the latter only say where its memory is
+PLAIN_OR_MAPPED = PLAIN | {MemoryMappedTensor}  # attributes of the latter only say where its memory is
 # Attributes of these types do not change what a tensor's bytes mean: a loader, a dimension's number, a flag.
 _ANNOTATIONS = (int, str, Enum, torch.dtype, torch.device, torch.Size, torch.layout, nn.Module, type(None))
 _nbytes, _storage = torch.UntypedStorage.nbytes, torch.Tensor.untyped_storage
@@ -90,7 +90,7 @@ def check_source(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{name!r} {lost}; publish while it has its values (unshard the module, or load offloaded tensors again)"
         )
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_OR_MAPPED:
         kind = type(tensor).__name__
         if state := _state_attributes(tensor):
             raise TypeError(
@@ -127,7 +127,7 @@ def destination_problem(tensor: torch.Tensor, *, inplace: bool) -> str:
         return ""
     if lost := _lost_memory(tensor):
         return f"a tensor that {lost}; give it memory before updates are applied"
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_OR_MAPPED:
         return ""
     kind = type(tensor).__name__
     if state := _state_attributes(tensor):
@@ -174,11 +174,6 @@ _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
     # Compare one by one: a list of a thousand torch.Sizes would trigger the garbage collector at every update.
     return all(map(eq, map(_shape_of, tensors), shapes)) and all(map(is_, map(_dtype_of, tensors), dtypes))
-
-
-def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all tensors are of classes whose bytes are their values."""
-    return _PLAIN.issuperset(map(type, tensors))
 
 
 def have_memory(tensors: list[torch.Tensor], sizes: Iterable[int]) -> bool:
@@ -401,6 +396,9 @@ class AddressCache:
         if self.views is None:
             return list(map(id, tensors)) == self._ids
         # A storage may have been resized: shorter, and at the same address again.
-        if not are_plain(tensors) or list(map(_nbytes, self._storages)) != self._storage_sizes:
+        if (
+            not PLAIN_OR_MAPPED.issuperset(map(type, tensors))
+            or list(map(_nbytes, self._storages)) != self._storage_sizes
+        ):
             return False
         return have_specs(tensors, self._shapes, self._dtypes)

@@ -22,7 +22,6 @@ import asyncsync.schemes.blocking
 import asyncsync.schemes.scheme
 import asyncsync.schemes.taking
 import asyncsync.weights.encoding
-import asyncsync.weights.slab
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
@@ -37,6 +36,7 @@ from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
 from asyncsync.runtime.threads import interrupted_by as interrupted_by
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.shared_memory import Lease, SlotTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import lies_in_slab, pack
@@ -213,13 +213,13 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], An
 
 def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], None]) -> None:
     """``note`` is called with the tensors whose devices' work a publication waits for, in the thread that asks."""
-    original = asyncsync.weights.slab.cuda_events
+    original = Scheme._chosen
 
-    def noting(flat: Any) -> Any:
+    def noting(scheme: Scheme, flat: Any) -> Any:
         note(dict(flat.tensors))
-        return original(flat)
+        return original(scheme, flat)
 
-    monkeypatch.setattr(asyncsync.schemes.scheme, "cuda_events", noting)
+    monkeypatch.setattr(Scheme, "_chosen", noting)
 
 
 # -- other limits

@@ -175,19 +175,19 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
     async with begun(api) as everybody:
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        take_in = link._receive_on_general_path
+        take_in = link.machine.receive
         interruptible(link)
 
-        def taking_in(*message: Any, **way: bool) -> None:
+        def taking_in(*message: Any) -> None:
             if not read_by_thread:
                 if changed:
                     model.last.data = model.last.data.clone()
                 reader = threading.Thread(target=lambda: read_by_thread.append(model()))
                 reader.start()
                 reader.join()
-            take_in(*message, **way)
+            take_in(*message)
 
-        link._receive_on_general_path = taking_in
+        link.machine.receive = taking_in
         interrupt_copying(monkeypatch, after=2)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
