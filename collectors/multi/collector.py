@@ -60,8 +60,7 @@ from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification, WorkerInfo
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import interrupted_by, run_in_thread
+from asyncsync.runtime.threads import interrupted_by, run_in_thread, run_on_loop
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow_path
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -314,7 +313,7 @@ class GroupCollector(BaseCollector):
                 raise
             sending.result()
 
-        loop_thread.run(both)
+        run_on_loop(both)
 
     # -- what a subclass decides --------------------------------------------------------------------------------------
 

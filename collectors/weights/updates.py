@@ -40,8 +40,7 @@ from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import run_in_thread, until_done, until_done_async
+from asyncsync.runtime.threads import run_in_thread, run_on_loop, run_on_loop_async, until_done, until_done_async
 from asyncsync.schemes import sources
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme, run_without_waiting
@@ -234,9 +233,9 @@ class WeightsAPI:
         except PartialSendError as error:
             look = partial(self._raise_worker_failure, error)
             if blocking:
-                loop_thread.run(look)
+                run_on_loop(look)
             else:
-                await loop_thread.run_async(look)
+                await run_on_loop_async(look)
             raise
         finally:
             if (version := self._sent_version) > before:
