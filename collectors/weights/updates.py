@@ -34,6 +34,7 @@ from torch import nn
 
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.collectors.arguments import exact_device
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
 from asyncsync.errors import AckTimeout, PartialSendError
@@ -683,9 +684,10 @@ class ActingWeights:
     def origin(self) -> tuple[int, bytes]:
         """The version that schemes have applied, and its metadata: on several buses, those of the main bus. In a tree
         of collectors, this is the root's version."""
-        if self.main_bus is None:
+        bus = self.main_bus
+        if bus is None or not isinstance(link := bus.link, WorkerLink):
             return 0, b""
-        acting = self.main_bus.newest_shown(self.main_bus.schemes)
+        acting = link.newest_shown(bus.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
