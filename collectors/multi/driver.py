@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class BatchArguments:
     dim: int | None = None
     threshold: float = 1.0
 
-    @property
+    @cached_property
     def processes(self) -> bool:
         """Whether batches are processed after they are assembled."""
         return self.postproc is not None or self.split_trajs or self.trajectories is not None
