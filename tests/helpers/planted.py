@@ -22,7 +22,7 @@ import asyncsync.schemes.blocking
 import asyncsync.schemes.scheme
 import asyncsync.schemes.taking
 import asyncsync.weights.encoding
-import asyncsync.weights.packing
+import asyncsync.weights.slab
 from asyncsync.bus.fast_path import TrainerFastPath
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
@@ -213,7 +213,7 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], An
 
 def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], None]) -> None:
     """``note`` is called with the tensors whose devices' work a publication waits for, in the thread that asks."""
-    original = asyncsync.weights.packing.cuda_events
+    original = asyncsync.weights.slab.cuda_events
 
     def noting(flat: Any) -> Any:
         note(dict(flat.tensors))
