@@ -406,7 +406,8 @@ class GroupCollector(BaseCollector):
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         states = self.group.ask("state_dict", timeout=timeout)
-        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
+        versions = self._versions(self.group.page.counted)
+        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": versions}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
@@ -436,7 +437,7 @@ class GroupCollector(BaseCollector):
         )
         is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
         if "versions" in state:
-            self._restore_versions(state["versions"], is_sent=is_sent)
+            self._restore_versions(state["versions"], is_sent)
         if not is_sent:
             self.increment_version()
         elif all_have:
@@ -528,10 +529,8 @@ class GroupCollector(BaseCollector):
         version into their frames from now on."""
         self.group.page.count()
 
-    def _versions(self) -> dict[str, Any]:
-        return super()._versions() | {"own": self.group.page.counted}
-
-    def _restore_versions(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+    def _restore_versions(self, versions: Mapping[str, Any], is_sent: bool) -> None:
+        """Continue from the counters of :meth:`_versions`. ``is_sent``: the weights are about to be sent."""
         own = versions["own"]
         if is_sent:
             self._restore_sent_versions(versions["sent"])

@@ -513,15 +513,9 @@ class WeightsAPI:
         self.acting_weights.local_version += 1
         self.acting_weights.end_hold()
 
-    def _versions(self) -> dict[str, Any]:
-        """The counters that a checkpoint keeps, so that versions continue from it."""
-        sent = {m: scheme.version for m, scheme in self._sender_schemes.items()}
-        return {"own": self.acting_weights.local_version, "sent": sent}
-
-    def _restore_versions(self, versions: Mapping[str, Any]) -> None:
-        """Continue from a result of :meth:`_versions`. A counter that is already higher stays."""
-        self.acting_weights.local_version = max(self.acting_weights.local_version, versions["own"])
-        self._restore_sent_versions(versions["sent"])
+    def _versions(self, own: int) -> dict[str, Any]:
+        """The counters that a checkpoint keeps, so that versions continue from it. ``own``: the collector's own one."""
+        return {"own": own, "sent": {m: scheme.version for m, scheme in self._sender_schemes.items()}}
 
     def _restore_sent_versions(self, versions: Mapping[str, int]) -> None:
         """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
