@@ -17,7 +17,7 @@ and in a worker::
     scheme.connect()                        # policy(...) is never torn from here on
     weights = scheme.receive(timeout=1.0)   # the newest update; the scheme has applied it already
 
-All schemes of a process share one event loop, on a thread of its own; see :mod:`asyncsync.runtime.loop_thread`.
+All schemes of a process share one event loop, on a thread of its own; see :mod:`asyncsync.runtime.threads`.
 """
 
 from asyncsync import errors as _errors

@@ -410,7 +410,7 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
                 "env_state_dict": _copied(stateful.state_dict() if hasattr(stateful, "state_dict") else {}),
                 "frames": rollouts.frames,
                 "iter": self._newest_index,
-                "versions": self._versions(),
+                "versions": self._versions(self.acting_weights.local_version),
             }
             if self._arguments.track_traj_ids:
                 state["traj_pool"] = rollouts.traj_pool.state_dict()
@@ -433,7 +433,9 @@ class Collector(BaseCollector, metaclass=ChoosingMeta):
             if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
                 rollouts.env.load_state_dict(env_state)
             if "versions" in state:
-                self._restore_versions(state["versions"])
+                own = max(self.acting_weights.local_version, state["versions"]["own"])
+                self.acting_weights.local_version = own
+                self._restore_sent_versions(state["versions"]["sent"])
             if "policy_state_dict" in state:
                 self.acting_weights.apply(load_policy)
             has_stepped = rollouts.frames > 0

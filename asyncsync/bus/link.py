@@ -89,7 +89,7 @@ class Link(ABC):
 
             self.metrics.attach(self.loop, collect)
         # Not atexit, which multiprocessing's children do not run. This runs before the process joins its children,
-        # which may wait for it, and after asyncsync.runtime.loop_thread has shut down the links on its loop.
+        # which may wait for it, and after asyncsync.runtime.threads has shut down the links on its loop.
         self._at_exit = Finalize(None, _shut_down_all, exitpriority=9)
 
     def shut_down_with_loop(self, shutdown: Shutdown) -> None:

@@ -30,7 +30,7 @@ from asyncsync.protocol.membership import ALL_SUBSCRIBERS, Outcome
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import is_loop_thread
 from asyncsync.wire import messages
 from asyncsync.wire.messages import Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
 
@@ -433,7 +433,7 @@ class TrainerLink(Publishing):
     def _tick(self, now: float) -> None:
         self.end_fast_path()
         late = now - self._timer_due
-        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not loop_thread.is_current():
+        if late > BLOCKED_SECONDS and not self._warned_of_blocking and not is_loop_thread():
             self._warn_of_blocking(late)
         self._expel_revoked()
         self.machine.tick(now)

@@ -24,7 +24,7 @@ from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.holdings import StagedPart
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay.machine import Kept, RelayMachine, RelaySlots
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import keep_loop_running, run_on_loop
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -184,11 +184,11 @@ class EmbeddedRelay:
         self.endpoint = draw_endpoint()
         credentials = None if keys is None else partial(keys.read_for_receiver, 0)
         self._relay: Relay | None = None
-        loop_thread.run(partial(self._open, upstream, credentials))
+        run_on_loop(partial(self._open, upstream, credentials))
 
     async def _open(self, upstream: str, credentials: Callable[[], Credentials] | None) -> None:
         self._relay = Relay(upstream, self.endpoint, shared=True, credentials=credentials)
-        loop_thread.set_open(self._end, True)
+        keep_loop_running(self._end, True)
 
     async def _end(self, timeout: float) -> None:
         relay, self._relay = self._relay, None
@@ -196,12 +196,12 @@ class EmbeddedRelay:
             try:
                 await relay.shutdown()
             finally:
-                loop_thread.set_open(self._end, False)
+                keep_loop_running(self._end, False)
 
     def close(self) -> None:
         """Leave. Idempotent."""
         if self._relay is not None:
-            loop_thread.run(partial(self._end, 0.0))
+            run_on_loop(partial(self._end, 0.0))
 
 
 # -- the file with the newest weights, from which a relay serves its workers while the trainer is away -----------------

@@ -1,5 +1,5 @@
 """The blocking API of every bus and scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, which
-run on the one event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
+run on the one event loop of the process (:mod:`asyncsync.runtime.threads`).
 
 The weights are extracted from their source in the caller's thread, because that uses the caller's code and state: a
 strategy, a ``prepare_weights``, a context, the thread's current CUDA stream. Names, overloads and return values are
@@ -22,7 +22,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import NotConnected
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import check_exit, is_loop_thread, keep_loop_running, run_on_loop, run_on_loop_async
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
@@ -152,7 +152,7 @@ class Bus(BusCore):
         self.run_on_loop(lambda: self.worker_link().wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
-        loop_thread.check_exit()
+        check_exit()
         super().check_open(role)
 
     def extract_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Extracted]:
@@ -162,7 +162,7 @@ class Bus(BusCore):
 
     async def run_async(self, make: MakeCoroutine[T]) -> T:
         # Run it on the loop, for a coroutine on any event loop.
-        return await loop_thread.run_async(make)
+        return await run_on_loop_async(make)
 
     @property
     def _open_link(self) -> TrainerLink | WorkerLink | None:
@@ -172,16 +172,16 @@ class Bus(BusCore):
 
     def run_on_loop(self, make: MakeCoroutine[T]) -> T:
         async def kept() -> T:
-            loop_thread.set_open(self._shutdown, True)  # shut down at exit, even if that comes while this connects
+            keep_loop_running(self._shutdown, True)  # shut down at exit, even if that comes while this connects
             try:
                 return await make()
             finally:
                 if (link := self._open_link) is not None and self.is_shut_down:
                     await link.shutdown()  # this call opened it after another thread had shut the bus down
                 # Also if there is a link: another call that found none before may have ended the keeping.
-                loop_thread.set_open(self._shutdown, self._open_link is not None)
+                keep_loop_running(self._shutdown, self._open_link is not None)
 
-        return loop_thread.run(kept)
+        return run_on_loop(kept)
 
     def end_on_loop(self, make: MakeCoroutine[None]) -> None:
         if self._open_link is None:
@@ -190,7 +190,7 @@ class Bus(BusCore):
             self.run_on_loop(make)
 
     def read_link(self, function: Callable[[], T]) -> T:
-        if self.link is None or self.link.closed or loop_thread.is_current():
+        if self.link is None or self.link.closed or is_loop_thread():
             return function()
         if self.link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
@@ -198,7 +198,7 @@ class Bus(BusCore):
         async def look() -> T:
             return function()
 
-        return loop_thread.run(look)
+        return run_on_loop(look)
 
 
 @named_in_sync

@@ -306,15 +306,16 @@ class LaunchedFamily(NodeFamily):
             self._lose(launch, how)
 
     def _serve(self, launch: Launch) -> None:
-        """In a thread for each launch: connect to the node, and take its answers."""
+        """In a thread for each launch: connect to the node when it is there, and take its answers."""
         try:
-            line = self._meet(launch)
+            store, key = self.meeting.store(), f"here/{launch.number}"
+            while not store.check([key]):
+                if launch.is_over.wait(LOOK_SECONDS):
+                    return
+            launch.line = line = self.connect(launch, store, store.get(key).decode())
         except RuntimeError as error:  # NotConnected is one
             self._lose(launch, f"the trainer cannot reach it: {error}")
             return
-        if line is None:
-            return
-        launch.line = line
         if launch.is_over.is_set():  # hang_up() in another thread may not have seen the line
             launch.hang_up()
 
@@ -333,14 +334,6 @@ class LaunchedFamily(NodeFamily):
                 self._lose(launch, "its connection is lost")
         finally:
             launch.messages.put(None)
-
-    def _meet(self, launch: Launch) -> NodeLine | None:
-        """The connection to the node. None: the launch is over."""
-        store, key = self.meeting.store(), f"here/{launch.number}"
-        while not store.check([key]):
-            if launch.is_over.wait(LOOK_SECONDS):
-                return None
-        return self.connect(launch, store, store.get(key).decode())
 
     def _lose(self, launch: Launch, how: str) -> None:
         """Report that a node's program or connection has ended. From any thread."""

@@ -436,7 +436,7 @@ class GymEnv(NotTorchRLs):
         self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
-        self._unknown_infos = () if self._infos else tuple(info_keys)
+        self._info_keys = tuple(info_keys)
         self._describe()
 
     def _describe(self) -> None:
@@ -603,9 +603,8 @@ class GymEnv(NotTorchRLs):
 
     def _reset(self, **kwargs: Any) -> Observed:
         observation, info = self._checked(2, "reset", self.env.reset(**kwargs))
-        if self._unknown_infos:
-            self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
-            self._unknown_infos = ()
+        if self._info_keys and not self._infos:
+            self._infos = {name: self._info_spec(name, info) for name in self._info_keys}
             self._describe()
         return [(..., observation)], info
 

@@ -41,8 +41,7 @@ from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padde
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import WorkThread, until_done
+from asyncsync.runtime.threads import WorkThread, run_on_loop_async, until_done
 from asyncsync.schemes.blocking import run_without_waiting
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.slab import copy_flat
@@ -337,7 +336,7 @@ class Evaluator(Lifetime):
         if blocking:
             self._group.wait(met, timeout)
         else:
-            await loop_thread.run_async(partial(self._group.until, met, timeout))
+            await run_on_loop_async(partial(self._group.until, met, timeout))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

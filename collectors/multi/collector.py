@@ -60,8 +60,7 @@ from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification, WorkerInfo
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import interrupted_by, run_in_thread
+from asyncsync.runtime.threads import interrupted_by, run_in_thread, run_on_loop
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow_path
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -314,7 +313,7 @@ class GroupCollector(BaseCollector):
                 raise
             sending.result()
 
-        loop_thread.run(both)
+        run_on_loop(both)
 
     # -- what a subclass decides --------------------------------------------------------------------------------------
 
@@ -407,7 +406,8 @@ class GroupCollector(BaseCollector):
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         states = self.group.ask("state_dict", timeout=timeout)
-        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
+        versions = self._versions(self.group.page.counted)
+        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": versions}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
@@ -437,7 +437,7 @@ class GroupCollector(BaseCollector):
         )
         is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
         if "versions" in state:
-            self._restore_versions(state["versions"], is_sent=is_sent)
+            self._restore_versions(state["versions"], is_sent)
         if not is_sent:
             self.increment_version()
         elif all_have:
@@ -529,10 +529,8 @@ class GroupCollector(BaseCollector):
         version into their frames from now on."""
         self.group.page.count()
 
-    def _versions(self) -> dict[str, Any]:
-        return super()._versions() | {"own": self.group.page.counted}
-
-    def _restore_versions(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+    def _restore_versions(self, versions: Mapping[str, Any], is_sent: bool) -> None:
+        """Continue from the counters of :meth:`_versions`. ``is_sent``: the weights are about to be sent."""
         own = versions["own"]
         if is_sent:
             self._restore_sent_versions(versions["sent"])

@@ -31,8 +31,7 @@ from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import Batch, SlotPool
 from asyncsync.collectors.workers.worker import NEVER_CUT
 from asyncsync.errors import PartialSendError
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import run_in_thread
+from asyncsync.runtime.threads import run_in_thread, run_on_loop, run_on_loop_async
 
 logger = logging.getLogger("asyncsync")
 
@@ -236,7 +235,7 @@ class Driver(ABC):
                 )
             try:
                 self._callers.add(caller)
-                loop_thread.run(partial(self._fetch_batch, caller))
+                run_on_loop(partial(self._fetch_batch, caller))
                 if caller.made is None:
                     return
                 found = [self._finished(caller.made)]
@@ -260,7 +259,7 @@ class Driver(ABC):
             caller = Caller()
             try:
                 self._callers.add(caller)
-                await loop_thread.run_async(partial(self._fetch_batch, caller))
+                await run_on_loop_async(partial(self._fetch_batch, caller))
                 if (made := caller.made) is None:
                     break
                 if caller.keeps_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
@@ -364,7 +363,7 @@ class Driver(ABC):
                 self.free_run = asyncio.get_running_loop().create_task(self._run_free())
 
         self.group.check()
-        loop_thread.run(begin)
+        run_on_loop(begin)
 
     async def _run_free(self) -> None:
         group = self.group

@@ -606,15 +606,11 @@ class RolloutBuffer:
         if self._clones is not None:
             batch = TensorDict.maybe_dense_stack(self._clones, dim=len(self._batch_size)).refine_names(..., "time")
         else:
-            batch = self._batch_so_far()
+            assert self._batch is not None
+            self._flush()
+            batch = self._batch if self.count == self._steps else self._batch[..., : self.count]
         self.begin()
         return batch
-
-    def _batch_so_far(self) -> TensorDictBase:
-        """The steps that were written to memory so far, as a batch."""
-        assert self._batch is not None
-        self._flush()
-        return self._batch if self.count == self._steps else self._batch[..., : self.count]
 
     def _flush(self) -> None:
         """Copy the staged steps to the batch."""
@@ -643,7 +639,8 @@ class RolloutBuffer:
         if self._clones is None:
             before: list[TensorDictBase] = []
             if self._batch is not None and self.count:
-                before = list(self._batch_so_far().unbind(len(self._batch_size)))
+                self._flush()
+                before = list(self._batch[..., : self.count].unbind(len(self._batch_size)))
                 for each in before:
                     each.names = None
             self._clones = before

@@ -34,14 +34,14 @@ from torch import nn
 
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.collectors.arguments import exact_device
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
-from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import run_in_thread, until_done, until_done_async
+from asyncsync.runtime.threads import run_in_thread, run_on_loop, run_on_loop_async, until_done, until_done_async
 from asyncsync.schemes import sources
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme, run_without_waiting
@@ -234,9 +234,9 @@ class WeightsAPI:
         except PartialSendError as error:
             look = partial(self._raise_worker_failure, error)
             if blocking:
-                loop_thread.run(look)
+                run_on_loop(look)
             else:
-                await loop_thread.run_async(look)
+                await run_on_loop_async(look)
             raise
         finally:
             if (version := self._sent_version) > before:
@@ -513,15 +513,9 @@ class WeightsAPI:
         self.acting_weights.local_version += 1
         self.acting_weights.end_hold()
 
-    def _versions(self) -> dict[str, Any]:
-        """The counters that a checkpoint keeps, so that versions continue from it."""
-        sent = {m: scheme.version for m, scheme in self._sender_schemes.items()}
-        return {"own": self.acting_weights.local_version, "sent": sent}
-
-    def _restore_versions(self, versions: Mapping[str, Any]) -> None:
-        """Continue from a result of :meth:`_versions`. A counter that is already higher stays."""
-        self.acting_weights.local_version = max(self.acting_weights.local_version, versions["own"])
-        self._restore_sent_versions(versions["sent"])
+    def _versions(self, own: int) -> dict[str, Any]:
+        """The counters that a checkpoint keeps, so that versions continue from it. ``own``: the collector's own one."""
+        return {"own": own, "sent": {m: scheme.version for m, scheme in self._sender_schemes.items()}}
 
     def _restore_sent_versions(self, versions: Mapping[str, int]) -> None:
         """Raise each scheme to its model's version, if that is higher. Schemes of one bus share one count."""
@@ -684,9 +678,10 @@ class ActingWeights:
     def origin(self) -> tuple[int, bytes]:
         """The version that schemes have applied, and its metadata: on several buses, those of the main bus. In a tree
         of collectors, this is the root's version."""
-        if self.main_bus is None:
+        bus = self.main_bus
+        if bus is None or not isinstance(link := bus.link, WorkerLink):
             return 0, b""
-        acting = self.main_bus.newest_shown(self.main_bus.schemes)
+        acting = link.newest_shown(bus.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:

@@ -38,7 +38,7 @@ from asyncsync.collectors.workers.messages import Failure, RolloutResult, add_no
 from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, SlotPool
 from asyncsync.collectors.workers.worker import Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import keep_loop_running, run_on_loop
 from asyncsync.schemes.remote_calls import RemoteCallCore
 
 logger = logging.getLogger("asyncsync")
@@ -197,13 +197,13 @@ class WorkerGroup:
         self._remote_call_schemes = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
         self._common = self.family.open(self, replay_buffer, schemes)
-        loop_thread.run(self._begin)
+        run_on_loop(self._begin)
         for member in self._members:
             self._launch(member)
 
     async def _begin(self) -> None:
         self._loop = asyncio.get_running_loop()
-        loop_thread.set_open(self._shutdown, True)  # the loop thread runs until the end
+        keep_loop_running(self._shutdown, True)  # the loop thread runs until the end
 
     def _launch(self, member: _Member) -> None:
         rank, launch = member.rank, member.launches
@@ -279,7 +279,7 @@ class WorkerGroup:
     ) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
         self.check()
-        return loop_thread.run(lambda: self.until(met, timeout, late))
+        return run_on_loop(lambda: self.until(met, timeout, late))
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on the loop thread, from any thread. Does nothing after the loop's end."""
@@ -388,7 +388,7 @@ class WorkerGroup:
                 self._ask(call)
             await self.until(lambda: all(call.answer for call in calls), timeout, late)
 
-        loop_thread.run(answered)
+        run_on_loop(answered)
         answers = []
         for call in calls:
             assert call.answer is not None
@@ -538,7 +538,7 @@ class WorkerGroup:
     def end(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Leaves none. Idempotent."""
         if self.is_ours and not self.is_over:
-            loop_thread.run(lambda: self._shutdown(timeout, close_env))
+            run_on_loop(lambda: self._shutdown(timeout, close_env))
 
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Ends them at once if cancelled, because no other call would."""
@@ -568,4 +568,4 @@ class WorkerGroup:
                 await self.family.end(deadline)
                 self.is_over = True
                 self.recheck_waits()
-                loop_thread.set_open(self._shutdown, False)
+                keep_loop_running(self._shutdown, False)

@@ -26,7 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import run_on_loop
 from helpers.memory import descriptors
 from helpers.programs import alive as alive
 from helpers.programs import gone_within as gone_within
@@ -218,7 +218,7 @@ def ask(collector: Any) -> None:
             async with asyncio.timeout(0):
                 await collector._driver.produce()
 
-    loop_thread.run(begin)
+    run_on_loop(begin)
 
 
 def fail_and_end(collector: Any, error: Exception) -> None:
@@ -228,7 +228,7 @@ def fail_and_end(collector: Any, error: Exception) -> None:
         collector.group._set_failure(error)
         await collector.group._shutdown(5.0)
 
-    loop_thread.run(both)
+    run_on_loop(both)
 
 
 def options(**changes: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 import zmq.asyncio
 
 import asyncsync.collectors.multi.driver
-import asyncsync.runtime.loop_thread
+import asyncsync.runtime.threads
 import asyncsync.schemes.blocking
 import asyncsync.schemes.scheme
 import asyncsync.schemes.taking
@@ -45,7 +45,7 @@ from asyncsync.wire import messages
 from helpers.apis import bare
 from helpers.pairs import until
 
-BLOCKING_CALLS: list[ModuleType] = [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread]
+BLOCKING_CALLS: list[ModuleType] = [asyncsync.schemes.blocking, asyncsync.runtime.threads]
 """The modules through which each blocking call goes, for an interrupt at each of their lines."""
 TAKING: list[ModuleType] = [asyncsync.schemes.taking, *BLOCKING_CALLS]
 """The same for a block of take()."""
@@ -117,7 +117,7 @@ def descriptors_left() -> int:
 
 def no_loop_thread() -> bool:
     """Whether this process has not started the blocking API's loop thread."""
-    return asyncsync.runtime.loop_thread._current is None
+    return asyncsync.runtime.threads._current is None
 
 
 def introduced() -> str:

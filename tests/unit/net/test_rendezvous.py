@@ -27,7 +27,7 @@ from asyncsync import (
 from asyncsync.net.endpoint import address_towards, own_address, tcp_endpoint
 from asyncsync.net.keys import Admission, Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime import threads
 from asyncsync.wire import messages
 from helpers.pairs import Clock, Model, crew, fill, passed_on, receiver_of, until
 
@@ -306,11 +306,11 @@ async def test_a_call_that_is_refused_while_another_connects_ends_nothing() -> N
     sender.init_on_sender(model_id="policy", model=Model(1.0))
     with sender, receiver_of(sender, 0, Model()) as scheme:
         connecting = asyncio.create_task(asyncio.to_thread(scheme.connect, timeout=10))
-        await until(lambda: loop_thread._current is not None and bool(loop_thread._current.open))
+        await until(lambda: threads._current is not None and bool(threads._current.open))
         with pytest.raises(NotConnected):
             scheme.receive(timeout=0)
         await asyncio.to_thread(sender.connect, timeout=10)
         await connecting
-        assert scheme.bus._shutdown in loop_thread._current.open, "else the loop ends where there is no other bus"
+        assert scheme.bus._shutdown in threads._current.open, "else the loop ends where there is no other bus"
         await asyncio.to_thread(sender.send, Model(2.0), timeout=10)
         assert (scheme.closed, scheme.version) == (False, sender.version)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime import threads
+from asyncsync.runtime.threads import is_loop_thread, keep_loop_running, run_on_loop, run_on_loop_async
 from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
 from helpers.memory import descriptors
 
@@ -26,16 +27,16 @@ class Bus:
     """What keeps the thread going."""
 
     async def _shutdown(self, timeout: float) -> None:
-        loop_thread.set_open(self._shutdown, False)
+        keep_loop_running(self._shutdown, False)
 
     def open(self) -> None:
-        loop_thread.run(self._keep)
+        run_on_loop(self._keep)
 
     def close(self) -> None:
-        loop_thread.run(lambda: self._shutdown(1.0))
+        run_on_loop(lambda: self._shutdown(1.0))
 
     async def _keep(self) -> None:
-        loop_thread.set_open(self._shutdown, True)
+        keep_loop_running(self._shutdown, True)
 
 
 def alive() -> list[str]:
@@ -92,7 +93,7 @@ def blocked(patient: Patient) -> tuple[threading.Thread, list[BaseException]]:
 
     def call() -> None:
         try:
-            loop_thread.run(patient)
+            run_on_loop(patient)
         except BaseException as error:
             raised.append(error)
 
@@ -119,7 +120,7 @@ def run_with_ctrl_c(patient: Patient, *cleaning_up: Callable[[], object]) -> Non
     thread = threading.Thread(target=interrupt)
     thread.start()
     with sigint_raises(), pytest.raises(KeyboardInterrupt):
-        loop_thread.run(patient)
+        run_on_loop(patient)
     thread.join()
 
 
@@ -135,7 +136,7 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_open_bus() -> None
         assert alive() == [NAME]
         second.open()
         first.close()
-        assert loop_thread.run(answer) == 42
+        assert run_on_loop(answer) == 42
         assert alive() == [NAME]
         second.close()
         assert alive() == []
@@ -144,10 +145,10 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_open_bus() -> None
 
 def test_without_an_open_bus_it_ends_with_the_call() -> None:
     before = descriptors()
-    assert loop_thread.run(answer) == 42
+    assert run_on_loop(answer) == 42
     assert alive() == []
     with pytest.raises(LookupError):
-        loop_thread.run(fail)
+        run_on_loop(fail)
     assert (alive(), descriptors()) == ([], before)
 
 
@@ -159,9 +160,9 @@ def test_it_ends_with_the_last_of_several_calls() -> None:
         patient.task.cancel()
 
     thread, raised = blocked(patient)
-    assert loop_thread.run(answer) == 42
+    assert run_on_loop(answer) == 42
     assert alive() == [NAME]
-    loop_thread.run(cancel)
+    run_on_loop(cancel)
     thread.join(5)
     assert isinstance(raised.pop(), asyncio.CancelledError)
     assert alive() == []
@@ -182,14 +183,14 @@ def test_threads_racing_through_its_start_and_its_end() -> None:
                 bus.close()
             elif kind == 1:
                 with pytest.raises(LookupError):
-                    loop_thread.run(fail)
+                    run_on_loop(fail)
             elif kind == 2:
-                assert asyncio.run(loop_thread.run_async(lambda: answer(i))) == i  # noqa: B023
+                assert asyncio.run(run_on_loop_async(lambda: answer(i))) == i  # noqa: B023
             else:
-                assert loop_thread.run(lambda: answer(i)) == i  # noqa: B023
+                assert run_on_loop(lambda: answer(i)) == i  # noqa: B023
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(race, range(2)))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(race, range(2)))
     assert soon(0)  # `run_async` does not wait for its end
 
 
@@ -210,9 +211,9 @@ def test_if_it_cannot_start_the_call_says_so_and_the_next_one_works(
     with monkeypatch.context() as patch:
         patch.setattr(what, refuse)
         with pytest.raises(type(error), match=str(error)):
-            loop_thread.run(answer)
+            run_on_loop(answer)
     assert descriptors() == before
-    assert loop_thread.run(answer) == 42
+    assert run_on_loop(answer) == 42
     assert alive() == []
 
 
@@ -226,7 +227,7 @@ def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
     def caller() -> weakref.ref[Large]:
         large = Large()
         with pytest.raises(LookupError):
-            loop_thread.run(fail)
+            run_on_loop(fail)
         return weakref.ref(large)
 
     gc.disable()
@@ -241,14 +242,14 @@ def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
 
 def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
     async def inner() -> Any:
-        assert loop_thread.is_current()
+        assert is_loop_thread()
         with pytest.raises(RuntimeError, match="would wait for itself"):
-            loop_thread.run(answer)
-        return await loop_thread.run_async(answer)
+            run_on_loop(answer)
+        return await run_on_loop_async(answer)
 
-    assert not loop_thread.is_current()
-    assert loop_thread.run(inner) == 42
-    assert not loop_thread.is_current()
+    assert not is_loop_thread()
+    assert run_on_loop(inner) == 42
+    assert not is_loop_thread()
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------
@@ -270,8 +271,8 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
     before = descriptors()
     bus = Bus()
     calls: dict[str, Callable[[], Any]] = {
-        "answer": lambda: loop_thread.run(answer),
-        "fail": lambda: loop_thread.run(fail),
+        "answer": lambda: run_on_loop(answer),
+        "fail": lambda: run_on_loop(fail),
         "open and close": lambda: (bus.open(), bus.close()),
     }
 
@@ -279,9 +280,9 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
         raise Strike
 
     places = 0
-    for places, _, raised in strike_everywhere([loop_thread], calls[kind], strike):
+    for places, _, raised in strike_everywhere([threads], calls[kind], strike):
         assert raised is None or isinstance(raised, Strike | LookupError), repr(raised)
-        assert loop_thread.run(answer) == 42
+        assert run_on_loop(answer) == 42
         bus.close()
         # A caller that was struck where it waits for the thread's end has not waited.
         assert soon(1 if busy else 0), places
@@ -292,9 +293,9 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
 def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool) -> None:
     answers = []
     for k, result, raised in strike_everywhere(
-        [loop_thread],
-        lambda: loop_thread.run(answer),
-        lambda: answers.append(loop_thread.run(lambda: answer("handler's"))),
+        [threads],
+        lambda: run_on_loop(answer),
+        lambda: answers.append(run_on_loop(lambda: answer("handler's"))),
     ):
         assert (result, raised) == (42, None), k
         assert alive() == ([NAME] if busy else [])
@@ -313,13 +314,13 @@ def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting() -> None:
     patient = Patient()
     other, raised = blocked(patient)
     with pytest.raises(SystemExit):
-        loop_thread.run(leave)
+        run_on_loop(leave)
     assert patient.cancelled.wait(5)  # the ended loop cleans up, which takes time
-    assert loop_thread.run(loop) is not patient.task.get_loop()
+    assert run_on_loop(loop) is not patient.task.get_loop()
     patient.clean.set()
     other.join(5)
     assert [type(error) for error in raised] == [asyncio.CancelledError]
-    assert loop_thread.run(answer) == 42
+    assert run_on_loop(answer) == 42
 
 
 @pytest.mark.requirement(192)
@@ -337,7 +338,7 @@ def test_a_second_ctrl_c_during_the_clean_up_ends_at_once_and_the_clean_up_goes_
     run_with_ctrl_c(patient, ctrl_c)
     assert time.monotonic() - begin < 2  # and not CLEANUP_SECONDS
     assert not patient.cleaned.is_set()
-    assert loop_thread.run(answer) == 42
+    assert run_on_loop(answer) == 42
     assert alive() == [NAME]  # the call has not ended
     patient.clean.set()
     assert patient.cleaned.wait(5)
@@ -347,7 +348,7 @@ def test_a_second_ctrl_c_during_the_clean_up_ends_at_once_and_the_clean_up_goes_
 def test_a_clean_up_that_takes_too_long_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_thread, "CLEANUP_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "CLEANUP_SECONDS", 0.05)
     patient = Patient()
     run_with_ctrl_c(patient)
     assert "still running" in caplog.text
@@ -362,7 +363,7 @@ def test_a_clean_up_that_takes_too_long_is_left_behind(
 @pytest.mark.both_loops
 async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
     patient = Patient()
-    task = asyncio.create_task(loop_thread.run_async(patient))
+    task = asyncio.create_task(run_on_loop_async(patient))
     assert await asyncio.to_thread(patient.begun.wait, 5)
     for _ in range(3):  # once would do; further ones change nothing
         task.cancel()
@@ -377,8 +378,8 @@ async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
         await task
     assert patient.cleaned.is_set()
     with pytest.raises(LookupError):
-        await loop_thread.run_async(fail)
-    assert await loop_thread.run_async(answer) == 42
+        await run_on_loop_async(fail)
+    assert await run_on_loop_async(answer) == 42
 
 
 @pytest.mark.requirement(192)
@@ -391,7 +392,7 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
 
     outcomes = set()
     for k in range(60):
-        task = asyncio.create_task(loop_thread.run_async(steps))
+        task = asyncio.create_task(run_on_loop_async(steps))
         for _ in range(k % 12):
             await asyncio.sleep(0)
         if k >= 40:
@@ -401,5 +402,5 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
             outcomes.add(await task)
         except asyncio.CancelledError:
             outcomes.add("cancelled")
-        assert await loop_thread.run_async(steps) == 7
+        assert await run_on_loop_async(steps) == 7
     assert "cancelled" in outcomes

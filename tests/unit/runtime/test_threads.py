@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import (
     SIGNAL_CHECK_SECONDS,
     Interruption,
@@ -21,6 +20,7 @@ from asyncsync.runtime.threads import (
     interrupted_by,
     join,
     run_in_thread,
+    run_on_loop,
     settle,
     until_done,
     wait_interruptibly,
@@ -181,19 +181,19 @@ async def answer() -> int:
 def test_between_two_waits_it_is_the_next_one_of_this_thread_that_may_be_cut_short() -> None:
     interruption, found = Interruption(), []
     with interrupted_by(interruption):
-        assert loop_thread.run(answer) == 42
+        assert run_on_loop(answer) == 42
         interruption.interrupt()
-        other = threading.Thread(target=lambda: found.append(loop_thread.run(answer)))
+        other = threading.Thread(target=lambda: found.append(run_on_loop(answer)))
         other.start()
         other.join(10)
         assert found == [42]
         with interrupted_by(None):
-            assert loop_thread.run(answer) == 42
+            assert run_on_loop(answer) == 42
         with pytest.raises(asyncio.CancelledError):
-            loop_thread.run(without_end)
-        assert loop_thread.run(answer) == 42
+            run_on_loop(without_end)
+        assert run_on_loop(answer) == 42
         interruption.interrupt()
-    assert loop_thread.run(answer) == 42, "it is over"
+    assert run_on_loop(answer) == 42, "it is over"
 
 
 async def test_a_wait_under_way_elsewhere_ends_with_the_cancellation_and_none_after_it() -> None:
@@ -206,9 +206,9 @@ async def test_a_wait_under_way_elsewhere_ends_with_the_cancellation_and_none_af
     def work() -> Any:
         with interrupted_by(interruption):
             try:
-                loop_thread.run(begin)
+                run_on_loop(begin)
             finally:
-                ended.append(loop_thread.run(answer))  # what cleans up may wait
+                ended.append(run_on_loop(answer))  # what cleans up may wait
 
     task = asyncio.create_task(run_in_thread("asyncsync-test", work, interruption.interrupt))
     assert await asyncio.to_thread(begun.wait, 10)

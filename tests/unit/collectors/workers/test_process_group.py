@@ -21,7 +21,7 @@ from asyncsync.collectors.workers.group import Reports, WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, WorkerProcess
 from asyncsync.collectors.workers.messages import Channel, Stopped
 from asyncsync.errors import AckTimeout
-from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import run_on_loop_async
 from helpers.collecting_multi import Counting, make, options, policy
 
 
@@ -39,7 +39,7 @@ def group() -> Iterator[WorkerGroup]:
 
 def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerGroup) -> None:
     loop = asyncio.new_event_loop()
-    waiting = loop_thread.run_async(lambda: group.until(lambda: None))
+    waiting = run_on_loop_async(lambda: group.until(lambda: None))
     task = loop.create_task(waiting)
     loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
