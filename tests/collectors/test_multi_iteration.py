@@ -389,6 +389,14 @@ def test_split_trajs_and_postproc_run_here_on_the_whole_batch(kind: Any) -> None
     assert len(calls) == 3
 
 
+@BOTH
+def test_a_postproc_that_is_set_later_processes_the_batches_from_then_on(kind: Any) -> None:
+    with kind([make()] * 2, policy(), **options()) as collector:
+        assert "seen" not in collector.next()
+        collector.postproc = lambda batch: batch.set("seen", torch.ones(batch.batch_size))
+        assert "seen" in collector.next()
+
+
 @pytest.mark.parametrize("cat_results", ["stack", -1])
 def test_preemption_marks_what_a_stack_lacks_and_leaves_it_out_otherwise(
     cat_results: Any,
