@@ -22,7 +22,7 @@ fetches it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -168,12 +168,6 @@ class Membership:
         peer.reconnect(new.hello, new.route, new.applied, now)
         self.routes[new.route] = peer
         self._welcome(peer)
-
-    def check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        """Raise ProtocolError if this worker cannot have these versions."""
-        for model_id, version in versions.items():
-            if (version > self._targets.version and not self.follows) or model_id not in peer.hello.have:
-                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 

@@ -228,11 +228,10 @@ class Targets:
         current = (target for targets in self.models.values() for target in targets.values())
         return next((t.publication.metadata for t in current if t.version == self.published), b"")
 
-    def serve(self, model_id: str) -> None:
-        if model_id not in self.models:
-            self.models[model_id] = {}
-            if not self.is_elastic:
-                self.assembling.add(model_id)
+    def add_model(self, model_id: str) -> None:
+        self.models[model_id] = {}
+        if not self.is_elastic:
+            self.assembling.add(model_id)
 
     def carry_on(self, version: int) -> None:
         self.version = self.published = self._carried_on_from = version
@@ -271,7 +270,8 @@ class Targets:
                 publication.oldest = min(publication.oldest, older.oldest)
                 self.withdraw(older.version)
         for model_id, worker, slab in entries:
-            self.serve(model_id)
+            if model_id not in self.models:
+                self.add_model(model_id)
             publication.targets.setdefault(model_id, {})[worker] = Target(version, slab.retain(), publication)
         self.pending[version] = publication
         if stages:

@@ -76,7 +76,7 @@ class Trainer:
     def serve(self, model_id: str, now: float) -> None:
         """Announce a model, so that workers that wait for it can connect. Its weights come later."""
         if model_id not in self.targets.models:
-            self.targets.serve(model_id)
+            self.targets.add_model(model_id)
             for peer in self.peers.values():
                 self._show_layouts(peer)
 
@@ -248,12 +248,16 @@ class Trainer:
             self._on_ready(entered, instruction)
         if peer is None:
             return
+        if isinstance(instruction, messages.Applied | messages.Failed | messages.Pong):
+            for model_id, version in instruction.versions.items():
+                if (version > self.targets.version and not self.membership.follows) or model_id not in peer.hello.have:
+                    claims = f"claims versions that were never published: {instruction.versions}"
+                    raise ProtocolError(f"worker {peer.worker} {claims}")
         match instruction:
             case messages.Applied():
                 versions = instruction.versions
                 if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     versions = peer.transfer.versions  # if that update is over already, the short form adds nothing
-                self.membership.check_versions(peer, versions)
                 peer.note_outcome(versions)
                 if len(self.targets.models) > 1 or self.targets.version not in versions.values():
                     self._send_due(peer)  # another update may be due
@@ -272,7 +276,6 @@ class Trainer:
             case messages.Refused():
                 self._on_refused(peer, instruction)
             case messages.Failed():
-                self.membership.check_versions(peer, instruction.versions)
                 failed = self.targets.relevant(peer.worker, instruction.versions)
                 peer.note_outcome(failed, instruction.error(peer.worker))
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
@@ -375,7 +378,6 @@ class Trainer:
         self.fanout.stream()
 
     def _on_pong(self, peer: Peer, pong: messages.Pong) -> None:
-        self.membership.check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq

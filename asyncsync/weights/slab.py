@@ -111,11 +111,6 @@ class Slab:
         return self.references > 0
 
     @property
-    def streamed(self) -> int:
-        """How many bytes travel as chunks: all, or none if there is a descriptor."""
-        return self.nbytes if self.descriptor is None else 0
-
-    @property
     def views(self) -> list[torch.Tensor]:
         if self._views is None:
             entries = self.layout.entries

@@ -627,7 +627,7 @@ def test_a_slab_used_again_has_forgotten_what_it_was() -> None:
     slab.release()
     again = pool.acquire(Layout([(("b",), torch.int32, (4,))]))
     assert again is slab
-    assert (again.values, again.descriptor, again.streamed) == (b"", None, 64)
+    assert (again.values, again.descriptor, again.nbytes) == (b"", None, 64)
     assert [(path, tensor.dtype) for path, tensor in again.tensors().items()] == [(("b",), torch.int32)]
 
 
