@@ -248,14 +248,12 @@ class Trainer:
             self._on_ready(entered, instruction)
         if peer is None:
             return
-        if isinstance(instruction, messages.Applied | messages.Failed | messages.Pong):
-            for model_id, version in instruction.versions.items():
-                if (version > self.targets.version and not self.membership.follows) or model_id not in peer.hello.have:
-                    claims = f"claims versions that were never published: {instruction.versions}"
-                    raise ProtocolError(f"worker {peer.worker} {claims}")
+        versions: Mapping[str, int] = getattr(instruction, "versions", {})  # of APPLIED, FAILED and PONG
+        for model_id, version in versions.items():
+            if (version > self.targets.version and not self.membership.follows) or model_id not in peer.hello.have:
+                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {versions}")
         match instruction:
             case messages.Applied():
-                versions = instruction.versions
                 if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     versions = peer.transfer.versions  # if that update is over already, the short form adds nothing
                 peer.note_outcome(versions)
@@ -276,7 +274,7 @@ class Trainer:
             case messages.Refused():
                 self._on_refused(peer, instruction)
             case messages.Failed():
-                failed = self.targets.relevant(peer.worker, instruction.versions)
+                failed = self.targets.relevant(peer.worker, versions)
                 peer.note_outcome(failed, instruction.error(peer.worker))
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     peer.end_transfer()
