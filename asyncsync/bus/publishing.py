@@ -411,8 +411,7 @@ class Publishing(Link):
     def _begin_fast_path(self, model_id: str, transport: Carrier) -> bool:
         pool, machine = transport.pool or self.pool, self.machine
         streams = type(transport).offer is Carrier.offer  # then the bytes travel with the announcement
-        model = machine.targets.models.get(model_id)
-        target = None if model is None else model.current.get(None)
+        target = machine.targets.models.get(model_id, {}).get(None)
         if target is None or (target.slab.descriptor is None) is not streams or self.admission is not None:
             return False  # with keys, only the general path checks each message
         if target.slab.pool is not pool or target.slab.read_in_place or not (streams or transport.is_at_hand):

@@ -159,7 +159,7 @@ class Reporter:
         names = sorted(targets.models)[: messages.MAX_REPORTED_MODELS]
         models = []
         for name in names:
-            if (current := targets.models[name].current.get(None)) is None:
+            if (current := targets.models[name].get(None)) is None:
                 models.append(messages.ModelReport(name, 0, None, 0))
             else:
                 slab = current.slab

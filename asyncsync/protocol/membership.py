@@ -22,7 +22,7 @@ fetches it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -168,12 +168,6 @@ class Membership:
         peer.reconnect(new.hello, new.route, new.applied, now)
         self.routes[new.route] = peer
         self._welcome(peer)
-
-    def check_versions(self, peer: Peer, versions: Mapping[str, int]) -> None:
-        """Raise ProtocolError if this worker cannot have these versions."""
-        for model_id, version in versions.items():
-            if (version > self._targets.version and not self.follows) or model_id not in peer.hello.have:
-                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {dict(versions)}")
 
     # -- newcomers --------------------------------------------------------------------------------------------------
 
@@ -430,20 +424,16 @@ class Progress:
                 has = {m: max(v, peer.held.get(m, 0)) for m, v in has.items()}
             if has and all(v >= version for v in has.values()):
                 return min(has.values())
+            # Its relay may have failed to take what it should pass on.
+            relay = None if peer.relay is None else self._membership.peers.get(peer.relay)
+            failed = peer.failed if relay is None else relay.failed | peer.failed
             for m, target in targets.items():
                 if has[m] < version:
-                    error = self.refusal(peer, target) or self._failure(peer, m, target.version)
+                    error = self.refusal(peer, target) or failed.get((m, target.version))
                     if error is not None:
                         return error
         lost = self._membership.gone.get(worker) if peer is None else peer.lost
         return None if lost is None else PeerLost(f"worker {worker} is lost: {lost}")
-
-    def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
-        """Why a worker, or its relay, could not take this version of a model."""
-        for one in (peer, None if peer.relay is None else self._membership.peers.get(peer.relay)):
-            if one is not None and (model_id, version) in one.failed:
-                return one.failed[model_id, version]
-        return None
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why the worker will not get this target: its models come together, and the worker has refused one of them."""
@@ -476,12 +466,11 @@ class Progress:
             is_connected = False
             if (refusal := self.refusal(peer, target)) is not None:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
-            if (failure := self._failure(peer, model_id, target.version)) is not None:
+            if isinstance(failure := self.result(worker, target.version, [model_id]), Exception):
                 return f"worker {worker} failed to apply {model_id!r}: {failure}"
         if is_connected:
             return ""
-        assembled = (self._targets.models[m].assembled for p in self._targets.pending.values() for m in p.models)
-        if self._membership.num_workers is not None and not all(assembled):
+        if any(not p.models.isdisjoint(self._targets.assembling) for p in self._targets.pending.values()):
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 

@@ -116,7 +116,7 @@ class RelayedWorkers:
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.held, peer.staged, peer.taken = dict(one.held), dict(one.staged), dict(one.taken)
         peer.failed = {}
-        peer.note_failed(self._targets.relevant(one.worker, one.failed), one.error)
+        peer.note_outcome(self._targets.relevant(one.worker, one.failed), one.error)
         if one.lost:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:

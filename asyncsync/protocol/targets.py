@@ -144,34 +144,28 @@ class Peer:
             self.shown[layout] = self.welcomes + 1
         return bool(again) and self.unanswered_welcomes < MAX_UNANSWERED_WELCOMES
 
-    def note_applied(self, versions: dict[str, int]) -> None:
+    def note_outcome(self, versions: Mapping[str, int], error: Exception | None = None) -> None:
+        """It has applied these versions; with an ``error``, it could not, or could not stage them for their COMMIT."""
         for model_id, version in versions.items():
-            if version > self.applied.get(model_id, 0):
+            for ready in (self.staged, self.held, self.taken):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
+            if version <= self.applied.get(model_id, 0):
+                continue
+            if error is None:
                 self.applied[model_id] = version
-            self._forget_ready_up_to(model_id, version)
-        if self.failed:
-            self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
-        if self.transfer is None:
+                continue
+            # Keep two per model: only the target and the staged version can matter.
+            for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
+                del self.failed[model_id, older]
+            self.failed[model_id, version] = error
+        if error is not None:
             return
-        for model_id, (version, _) in self.transfer.parts.items():
-            if self.applied.get(model_id, 0) < version:
-                return
-        self.end_transfer()
-
-    def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
-        """It could not apply these versions, or not stage them for their COMMIT."""
-        for model_id, version in versions.items():
-            self._forget_ready_up_to(model_id, version)
-            if version > self.applied.get(model_id, 0):
-                # Keep two per model: only the target and the staged version can matter.
-                for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
-                    del self.failed[model_id, older]
-                self.failed[model_id, version] = error
-
-    def _forget_ready_up_to(self, model_id: str, version: int) -> None:
-        for ready in (self.staged, self.held, self.taken):
-            if ready.get(model_id, 0) <= version:
-                ready.pop(model_id, None)
+        if self.failed:
+            self.failed = {(m, v): why for (m, v), why in self.failed.items() if v > self.applied.get(m, 0)}
+        transfer = self.transfer
+        if transfer is not None and all(self.applied.get(m, 0) >= v for m, v in transfer.versions.items()):
+            self.end_transfer()
 
     def applied_or_staged(self, model_id: str) -> int:
         applied = self.applied.get(model_id, 0)
@@ -209,19 +203,16 @@ Replaced = list[tuple[str, int | None, Target]]
 """Targets that a publication may replace: model, worker (None: the common one), target."""
 
 
-@dataclass(slots=True)
-class Model:
-    current: ByWorker = field(default_factory=dict)
-    # False until all workers have been connected once: till then, absent workers hold up a publication, too.
-    assembled: bool = False
-
-
 @dataclass(eq=False)
 class Targets:
     """The targets of all workers, for all models of a bus."""
 
     keeps_bases: bool = False  # whether the slab of a common target keeps the one before it, to send only what differs
-    models: dict[str, Model] = field(default_factory=dict)
+    is_elastic: bool = False  # whether workers may come and go
+    models: dict[str, ByWorker] = field(default_factory=dict)  # the current targets
+    # Models whose workers, a fixed number, have not all been connected yet: till then, absent workers hold up a
+    # publication, too.
+    assembling: set[str] = field(default_factory=set)
     pending: dict[int, Publication] = field(default_factory=dict)
     staged: Publication | None = None  # the one that waits for its commit
     # The last staged versions that were dropped instead of committed.
@@ -234,8 +225,13 @@ class Targets:
     @property
     def metadata(self) -> bytes:
         """The metadata of :attr:`published`; also empty if that was for one worker, which has been forgotten."""
-        current = (target for model in self.models.values() for target in model.current.values())
+        current = (target for targets in self.models.values() for target in targets.values())
         return next((t.publication.metadata for t in current if t.version == self.published), b"")
+
+    def add_model(self, model_id: str) -> None:
+        self.models[model_id] = {}
+        if not self.is_elastic:
+            self.assembling.add(model_id)
 
     def carry_on(self, version: int) -> None:
         self.version = self.published = self._carried_on_from = version
@@ -274,7 +270,8 @@ class Targets:
                 publication.oldest = min(publication.oldest, older.oldest)
                 self.withdraw(older.version)
         for model_id, worker, slab in entries:
-            self.models.setdefault(model_id, Model())
+            if model_id not in self.models:
+                self.add_model(model_id)
             publication.targets.setdefault(model_id, {})[worker] = Target(version, slab.retain(), publication)
         self.pending[version] = publication
         if stages:
@@ -288,15 +285,20 @@ class Targets:
             return
         self.published = max(self.published, publication.version)
         for model_id, targets in publication.targets.items():
-            model = self.models[model_id]
-            # It has waited for all workers, so an absent one holds up no later publication.
-            model.assembled = model.assembled or publication.workers is None
-            before, common = model.current.get(None), targets.get(None)
+            current = self.models[model_id]
+            if publication.workers is None:
+                # It has waited for all workers, so an absent one holds up no later publication.
+                self.assembling.discard(model_id)
+            before, common = current.get(None), targets.get(None)
             if self.keeps_bases and before is not None and common is not None:
                 before.slab.drop_base()  # it gives up its own base
                 common.slab.set_base(before.version, before.slab)
-            self._release([model_id], range(publication.version), targets)
-            model.current |= targets
+            for older in self._target_maps([model_id]):
+                for worker, target in list(older.items()):
+                    # A common target also replaces those of single workers.
+                    if target.version < publication.version and (common is not None or worker in targets):
+                        older.pop(worker).slab.release()
+            current |= targets
         publication.targets = {}
         if publication.on_target is not None:
             publication.on_target()
@@ -318,7 +320,10 @@ class Targets:
         self.withdraw(publication.version)
 
     def withdraw(self, version: int) -> None:
-        self._release(self.models, range(version, version + 1))
+        for targets in self._target_maps(self.models):
+            for worker, target in list(targets.items()):
+                if target.version == version:
+                    targets.pop(worker).slab.release()
         self.pending.pop(version, None)
         if self.is_staged(version):
             self.staged = None
@@ -327,7 +332,7 @@ class Targets:
         """The current targets of these models, with references of their own, for :meth:`abandon` or
         :meth:`release_retained`."""
         known = [model_id for model_id in models if model_id in self.models]
-        replaced = [(m, worker, target) for m in known for worker, target in self.models[m].current.items()]
+        replaced = [(m, worker, target) for m in known for worker, target in self.models[m].items()]
         for *_, target in replaced:
             target.slab.retain()
         return replaced
@@ -341,23 +346,23 @@ class Targets:
         if version is not None:
             self.withdraw(version)
         for model_id, worker, target in replaced:
-            current = self.models[model_id].current
+            current = self.models[model_id]
             if worker in current:
                 target.slab.release()
             else:
                 current[worker] = target
-        versions = [target.version for model in self.models.values() for target in model.current.values()]
+        versions = [target.version for targets in self.models.values() for target in targets.values()]
         self.published = max(self._carried_on_from, *versions, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
-        model = self.models.get(model_id)
+        current = self.models.get(model_id)
         # A worker's own target is newer than the common one, because a common target replaces those of single workers.
-        return None if model is None else model.current.get(worker) or model.current.get(None)
+        return None if current is None else current.get(worker) or current.get(None)
 
     def are_common(self, version: int, models: Iterable[str]) -> bool:
         """Whether the targets of all these models are this version or newer, and the same for all workers."""
         for model_id in models:
-            current = self.models[model_id].current if model_id in self.models else {}
+            current = self.models.get(model_id, {})
             if current.keys() != {None} or current[None].version < version:
                 return False
         return True
@@ -475,7 +480,7 @@ class Targets:
         """Forget all models and versions: another trainer will publish everything anew."""
         self.close()
         self.carry_on(0)
-        self.models, self.staged, self._rejections = {}, None, []
+        self.models, self.assembling, self.staged, self._rejections = {}, set(), None, []
 
     def forget_worker(self, worker: int) -> None:
         for targets in self._target_maps(self.models):
@@ -493,19 +498,13 @@ class Targets:
         upcoming = [publication for _, publication in sorted((self.pending | staged).items())]
         for model_id in models:
             if model_id in self.models:
-                yield self.models[model_id].current
+                yield self.models[model_id]
             yield from (publication.targets[model_id] for publication in upcoming if model_id in publication.targets)
 
-    def _release(self, models: Collection[str], versions: range, workers: Container[int | None] = (None,)) -> None:
-        """Drop the targets of these versions for these workers; if None is among them, for all."""
-        for targets in self._target_maps(models):
-            for worker in [
-                w for w, t in targets.items() if t.version in versions and (None in workers or w in workers)
-            ]:
-                targets.pop(worker).slab.release()
-
     def close(self) -> None:
-        self._release(self.models, range(self.version + 1))
+        for targets in self._target_maps(self.models):
+            for worker in list(targets):
+                targets.pop(worker).slab.release()
         self.pending.clear()
 
 

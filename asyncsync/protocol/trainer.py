@@ -22,7 +22,7 @@ from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
 from asyncsync.protocol.membership import FanOut, Membership, Progress
 from asyncsync.protocol.relays import RelayedWorkers, TargetRequests, Verification
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import KEPT_REFUSALS, Leases, Model, Peer, Publication, Replaced, Target, Targets
+from asyncsync.protocol.targets import KEPT_REFUSALS, Leases, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
 from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
@@ -48,7 +48,7 @@ class Trainer:
     ) -> None:
         self.num_workers = num_workers
         self.settings = settings or Settings()
-        self.targets = Targets(keeps_bases=self.settings.delta)
+        self.targets = Targets(keeps_bases=self.settings.delta, is_elastic=num_workers is None)
         self.leases = Leases()
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome
@@ -76,7 +76,7 @@ class Trainer:
     def serve(self, model_id: str, now: float) -> None:
         """Announce a model, so that workers that wait for it can connect. Its weights come later."""
         if model_id not in self.targets.models:
-            self.targets.models[model_id] = Model()
+            self.targets.add_model(model_id)
             for peer in self.peers.values():
                 self._show_layouts(peer)
 
@@ -104,7 +104,7 @@ class Trainer:
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
-        assembling, layouts = self._is_assembling(publication), publication.layouts
+        layouts, assembling = publication.layouts, not publication.models.isdisjoint(self.targets.assembling)
         only_one = len(self.targets.pending) == 1 and not assembling
         # In a training loop, nothing else is pending, and no worker needs a WELCOME.
         if not (only_one and all(peer.lost or peer.agrees(layouts) for peer in self.peers.values())):
@@ -117,7 +117,9 @@ class Trainer:
             publication.awaiting = {worker for worker in candidates if self._is_awaited(worker, publication)}
             for peer in self.peers.values():
                 self._show_layouts(peer, again=peer in again)
-        self._accept_if_agreed(publication)
+        if not publication.awaiting:
+            self.targets.accept(publication)
+            self._send_due()
         return publication.version
 
     def commit(self, version: int) -> None:
@@ -191,7 +193,7 @@ class Trainer:
 
     def mark_assembled(self, model_id: str) -> None:
         """All expected workers have been connected: from now on, an absent worker holds up no publication."""
-        self.targets.models[model_id].assembled = True
+        self.targets.assembling.discard(model_id)
 
     def close(self) -> None:
         if self.closed:
@@ -246,13 +248,15 @@ class Trainer:
             self._on_ready(entered, instruction)
         if peer is None:
             return
+        versions: Mapping[str, int] = getattr(instruction, "versions", {})  # of APPLIED, FAILED and PONG
+        for model_id, version in versions.items():
+            if (version > self.targets.version and not self.membership.follows) or model_id not in peer.hello.have:
+                raise ProtocolError(f"worker {peer.worker} claims versions that were never published: {versions}")
         match instruction:
             case messages.Applied():
-                versions = instruction.versions
                 if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     versions = peer.transfer.versions  # if that update is over already, the short form adds nothing
-                self.membership.check_versions(peer, versions)
-                peer.note_applied(versions)
+                peer.note_outcome(versions)
                 if len(self.targets.models) > 1 or self.targets.version not in versions.values():
                     self._send_due(peer)  # another update may be due
             case messages.Staged():
@@ -270,9 +274,8 @@ class Trainer:
             case messages.Refused():
                 self._on_refused(peer, instruction)
             case messages.Failed():
-                self.membership.check_versions(peer, instruction.versions)
-                failed = self.targets.relevant(peer.worker, instruction.versions)
-                peer.note_failed(failed, instruction.error(peer.worker))
+                failed = self.targets.relevant(peer.worker, versions)
+                peer.note_outcome(failed, instruction.error(peer.worker))
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     peer.end_transfer()
                 self._send_due(peer)
@@ -373,7 +376,6 @@ class Trainer:
         self.fanout.stream()
 
     def _on_pong(self, peer: Peer, pong: messages.Pong) -> None:
-        self.membership.check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
@@ -381,7 +383,7 @@ class Trainer:
         if pong.seq > peer.welcome_after_ping:
             peer.unanswered_welcomes = 0  # every WELCOME before that PING was answered, or was lost
         self.membership.note_answer(peer, pong.seq)
-        peer.note_applied(pong.versions)
+        peer.note_outcome(pong.versions)
         peer.taken = {m: version for m, version in pong.taken.items() if version > peer.applied.get(m, 0)}
         self.relayed.request_missing(peer, pong.reports)
         transfer = peer.transfer
@@ -473,7 +475,7 @@ class Trainer:
         if peer is None or peer.nonce != nonce or peer.transfer is None:
             return
         if any(slab.descriptor == descriptor for _, slab in peer.transfer.parts.values()):
-            peer.note_failed(peer.transfer.versions, error)
+            peer.note_outcome(peer.transfer.versions, error)
             peer.end_transfer()
             self._send_due(peer)
 
@@ -488,10 +490,10 @@ class Trainer:
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
-            for publication in list(self.targets.pending.values()):
-                if now >= publication.deadline and not self._is_assembling(publication):
+            for publication in self.targets.pending.values():
+                if now >= publication.deadline and publication.models.isdisjoint(self.targets.assembling):
                     publication.awaiting.clear()
-                    self._accept_if_agreed(publication)
+            self._recheck_pending(())
             self.fanout.stream()
             self.relayed.tick(now)
             self._process_relayed_changes()
@@ -577,20 +579,12 @@ class Trainer:
             for publication in pending.values():
                 asked = publication.awaiting.intersection(workers)
                 publication.awaiting -= {worker for worker in asked if not self._is_awaited(worker, publication)}
-                self._accept_if_agreed(publication)
-
-    def _accept_if_agreed(self, publication: Publication) -> None:
-        if not publication.awaiting and publication.version in self.targets.pending:
-            self.targets.accept(publication)
-            self._send_due()
-
-    def _is_assembling(self, publication: Publication) -> bool:
-        """True until all workers have been connected once: the publication waits even for absent ones."""
-        models = self.targets.models
-        return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
+                if not publication.awaiting and publication.version in self.targets.pending:
+                    self.targets.accept(publication)
+                    self._send_due()
 
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
-        assembling = self._is_assembling(publication)
+        assembling = not publication.models.isdisjoint(self.targets.assembling)
         peer = self.peers.get(worker)
         if peer is None:
             # Its relay asks it for agreement. Its refusal stops only the workers behind that relay.
@@ -661,11 +655,10 @@ class Trainer:
         last, targets = self.announcement, self.targets
         if last is None or not last.repeatable or not self.settings.fast:
             return None
-        model = targets.models.get(model_id)
-        current = None if model is None else model.current.get(None)
-        if model is None or current is None or current.version != targets.version:
+        current = targets.models.get(model_id, {}).get(None)
+        if current is None or current.version != targets.version:
             return None  # the last version is pending, staged, another model's or one worker's, or was rejected
-        if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
+        if last.key[0][:2] != (model_id, current.version) or model_id in targets.assembling:
             return None
         peers = [peer for peer in self.membership.peers.values() if not peer.lost]
         for peer in peers:
@@ -692,7 +685,7 @@ class Trainer:
         every version before it. Those in ``waiting`` have not acknowledged the newest; it has still to be announced to
         those in ``unsent``.
         """
-        version, serial, current = self.targets.version, self.serial, self.targets.models[model_id].current
+        version, serial, current = self.targets.version, self.serial, self.targets.models[model_id]
         assert self.announcement is not None
         before = current[None].slab
         layouts, deadline = frozenset(self.announcement.layouts), now + self.settings.layout_patience

@@ -75,8 +75,9 @@ class Announcement:
             return
         # Per part, how many of its bytes come from this sender, in the UPDATE or as chunks; and where it ends if those
         # are laid end to end.
-        self.sizes = [  # of the bytes that travel as chunks
-            slab.nbytes if slab.descriptor is None or m in self.streamed_models else 0 for m, (_, slab) in parts.items()
+        self.sizes = [
+            slab.nbytes if m in self.streamed_models or (slab.descriptor is None and not slab.source) else 0
+            for m, (_, slab) in parts.items()
         ]
         self.ends = list(accumulate(self.sizes))
         # Bytes that are not packed yet can only follow as chunks.
@@ -328,10 +329,6 @@ class ShareSlab(Slab):
         super().__init__(layout, torch.empty(0, dtype=torch.uint8))
         self.source = source
         self.descriptor = descriptor
-
-    @property
-    def streamed(self) -> int:
-        return 0
 
     def set_base(self, version: int, slab: Slab) -> None:
         """Keep no base: the coordinator has no bytes to compare."""

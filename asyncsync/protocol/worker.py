@@ -43,8 +43,8 @@ class FastPath(Protocol):
     def end(self) -> None: ...
 
 
-class Relaying:
-    """Hooks for a relay, which passes on to other workers what its own worker receives. These do nothing.
+class Relaying(Protocol):
+    """Hooks of a relay, which passes on to other workers what its own worker receives.
 
     When an epoch begins, nothing of it has come yet. An update that has begun may be complete already. One that has
     ended is complete, or never will be. One that is committed was staged before, and is applied now. A hook that keeps
@@ -77,7 +77,7 @@ class Worker:
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self._memory = memory or Memory()
-        self._relaying = relaying or Relaying()
+        self._relaying = relaying  # None: this worker is no relay's
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
         self.holdings = Holdings(session)
@@ -362,7 +362,8 @@ class Worker:
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
         elif not isinstance(instruction, messages.Recount) or self.session.role != "relay":
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
-        self._relaying.message_received(self, instruction, now)
+        if self._relaying is not None:
+            self._relaying.message_received(self, instruction, now)
         self.last_seen = now
 
     def _on_verify(self, question: Verify) -> None:
@@ -390,8 +391,9 @@ class Worker:
         self.serial, self.failure = 0, None  # the new trainer's serials start again
         self.targets = {}
         self.open_question, self._answer, self._last_question = None, None, 0
-        assert self.session.epoch is not None
-        self._relaying.epoch_began(self.session.epoch)
+        if self._relaying is not None:
+            assert self.session.epoch is not None
+            self._relaying.epoch_began(self.session.epoch)
 
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
@@ -435,7 +437,8 @@ class Worker:
             for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
         }
         incoming.pushed = pushed
-        self._relaying.update_began(incoming)
+        if self._relaying is not None:
+            self._relaying.update_began(incoming)
         for index in sorted(incoming.fetching):
             slab = incoming.slabs[index]
             self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
@@ -457,7 +460,8 @@ class Worker:
             self.targets[model_id] = max(version, self.targets.get(model_id, 0))
         if held is not None and held.versions == versions:
             self.held, held.serial = None, commit.serial
-            self._relaying.update_committed(held, now)
+            if self._relaying is not None:
+                self._relaying.update_committed(held, now)
             self.enqueue(held)
         elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
             self._report_versions()
@@ -508,12 +512,14 @@ class Worker:
 
     def _drop_incoming(self) -> None:
         update, self.incoming = self.incoming, None
-        if update is not None:
+        if update is None:
+            return
+        if self._relaying is not None:
             self._relaying.update_ended(update)
-            for share in self.shares.values():
-                share.release()
-            self.shares = {}
-            update.release()
+        for share in self.shares.values():
+            share.release()
+        self.shares = {}
+        update.release()
 
     def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
         """Handle one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if it
@@ -575,7 +581,8 @@ class Worker:
                 update.last_progress = now
                 update.fruitless_restarts = 0
                 self.bytes_received += travelled
-                self._relaying.bytes_arrived(update)
+                if self._relaying is not None:
+                    self._relaying.bytes_arrived(update)
         except MemoryError as error:
             self._fail_incoming(error)
             return
@@ -661,7 +668,8 @@ class Worker:
         for share in self.shares.values():
             share.release()
         self.incoming, self.shares = None, {}
-        self._relaying.update_ended(update)
+        if self._relaying is not None:
+            self._relaying.update_ended(update)
         holdings = self.holdings
         ready: dict[str, StagedPart] = {}
         waiting = self._staged_versions()

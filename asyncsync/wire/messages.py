@@ -196,11 +196,6 @@ class Instruction:
         cls.kind = kind or cls.kind
         INSTRUCTIONS[cls.kind] = cls  # runs twice, because a dataclass with slots is a second class
 
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        """Check the payload frames, and return how many there must be. Raises ProtocolError, also if the fields do not
-        fit together."""
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class Hello(Instruction, kind=1):
@@ -244,9 +239,6 @@ class Welcome(Instruction, kind=2):
     number: int = 0
     fanout: Short = 0
     sources: Annotated[tuple[Annotated[str, range(256)], ...], range(MAX_SOURCES + 1)] = ()
-
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        return sum(1 for digest in self.models.values() if digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,17 +300,6 @@ class Update(Instruction, kind=5):
     packed: bool = False
     phase: Annotated[int, (APPLY, STAGE, COMMIT)] = APPLY
 
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        parts = self.parts
-        if self.metadata:
-            check_metadata(self.metadata)
-        if len(parts) > 1 and len({part.model_id for part in parts}) != len(parts):
-            raise ProtocolError("an update with two parts for one model")
-        for part, frame in zip(parts, payload[len(parts) :], strict=False):
-            if len(frame) != part.streamed and not (self.packed and 0 < len(frame) < part.streamed):
-                raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
-        return 0 if self.phase == COMMIT else (2 if self.eager else 1) * len(parts)
-
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Instruction, kind=6):
@@ -362,19 +343,6 @@ class Chunk(Instruction, kind=7):
     crc: Checksum | None = None
     size: Annotated[int, range(MAX_CHUNK + 1)] = 0
     base: Checksum | None = None
-
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        if not self.size:
-            if self.base is not None or not payload or not 0 < len(payload[0]) <= MAX_CHUNK:
-                raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
-            return 1
-        if self.crc is None:
-            raise ProtocolError("an encoded chunk without its checksum")
-        if not payload and self.base is None:
-            raise ProtocolError("an encoded chunk without its bytes")
-        if payload and not 0 < len(payload[0]) < self.size:
-            raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {self.size}")
-        return min(1, len(payload))  # at most one
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,9 +449,6 @@ class Again(Instruction, kind=16):
     version: Number
     descriptor: Descriptor | None
 
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        return 1 if self.descriptor is None else 0
-
 
 @dataclass(frozen=True, slots=True)
 class Drop(Instruction, kind=24):
@@ -503,9 +468,6 @@ class Cast(Instruction, kind=23):
     since: Number
     excluded: Annotated[bytes, range(0, MAX_EXCLUDED + 1, NONCE_SUFFIX_BYTES)]
     pushed: bool
-
-    def check_payload(self, payload: Sequence[Buffer]) -> int:
-        return max(1, len(payload))  # at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -734,6 +696,7 @@ def decode_metadata(blob: bytes) -> dict[str, Any]:
 
 # The instructions that may go by the side channel; asyncsync/net/side_channel.py says why these.
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset({Update, Again, Fetch, Staged, Applied, Failed, Released})
+WITH_PAYLOAD: frozenset[type[Instruction]] = frozenset({Update, Again, Chunk, Welcome, Cast})
 FIXED_FORM = 0xC1  # a first byte that msgpack does not use
 FIXED_HEAD = Struct("<BBQQ")  # FIXED_FORM, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version, the descriptor's length plus one; 0: no descriptor
@@ -807,7 +770,7 @@ def decode(frames: Sequence[Buffer], *, by_side_channel: bool = False) -> tuple[
     for frame in payload:
         if len(frame) > MAX_FRAME:
             raise LimitExceeded(f"a payload frame of more than {MAX_FRAME} bytes")
-    expected = instruction.check_payload(payload)
+    expected = _check_payload(instruction, payload)
     if len(payload) != expected:
         raise ProtocolError(f"{type(instruction).__name__} with {len(payload)} payload frames, not {expected}")
     if by_side_channel and type(instruction) not in BY_SIDE_CHANNEL:
@@ -837,6 +800,42 @@ def _decode_msgpack(header: Buffer) -> Instruction:
         raise ProtocolError(f"expected {check.expected}, not {excerpt(values)}")
     instruction: Instruction = check.record(*convert(values, check.items))
     return instruction
+
+
+def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> int:
+    """Check the payload frames, and return how many there must be. Raises ProtocolError, also if the fields do not fit
+    together."""
+    if type(instruction) not in WITH_PAYLOAD:
+        return 0  # most messages, so this is quicker than to try each case
+    match instruction:
+        case Update(parts=parts):
+            if instruction.metadata:
+                check_metadata(instruction.metadata)
+            if len(parts) > 1 and len({part.model_id for part in parts}) != len(parts):
+                raise ProtocolError("an update with two parts for one model")
+            for part, frame in zip(parts, payload[len(parts) :], strict=False):
+                if len(frame) != part.streamed and not (instruction.packed and 0 < len(frame) < part.streamed):
+                    raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
+            return 0 if instruction.phase == COMMIT else (2 if instruction.eager else 1) * len(parts)
+        case Again():
+            return 1 if instruction.descriptor is None else 0
+        case Chunk(size=0):
+            if instruction.base is not None or not payload or not 0 < len(payload[0]) <= MAX_CHUNK:
+                raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
+            return 1
+        case Chunk():
+            if instruction.crc is None:
+                raise ProtocolError("an encoded chunk without its checksum")
+            if not payload and instruction.base is None:
+                raise ProtocolError("an encoded chunk without its bytes")
+            if payload and not 0 < len(payload[0]) < instruction.size:
+                raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {instruction.size}")
+            return min(1, len(payload))  # at most one
+        case Welcome():
+            return sum(1 for digest in instruction.models.values() if digest)
+        case Cast():
+            return max(1, len(payload))  # at least one
+    return 0
 
 
 def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -239,7 +239,7 @@ class TrainerProcess:
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> TrainerFastPath | None:
         machine = self.machine
-        target = machine.targets.models[model].current.get(None)
+        target = machine.targets.models[model].get(None)
         if not machine.settings.fast or not self.usable or target is None:
             return None
         rides = target.slab.descriptor is None

@@ -219,7 +219,7 @@ def test_a_slab_that_cannot_be_had_costs_none() -> None:
     desk.machine.mark_assembled("policy")
     version = desk.publish(1)
     desk.applied(0, policy=version)
-    target, peers, left = desk.machine.targets.models["policy"].current[None].slab, [desk.machine.peers[0]], [1]
+    target, peers, left = desk.machine.targets.models["policy"][None].slab, [desk.machine.peers[0]], [1]
 
     def acquire() -> Any:
         if not left:
@@ -266,7 +266,7 @@ async def test_a_slot_that_a_lost_worker_may_be_reading_is_not_written(api: Api)
         bus = bare(everybody.sender).bus
 
         def lent() -> Any:
-            return link.end_fast_path().targets.models["policy"].current[None].slab.retain()
+            return link.end_fast_path().targets.models["policy"][None].slab.retain()
 
         slab = bus.read_link(lent)
         content = bytes(slab.memory)

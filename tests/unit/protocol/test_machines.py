@@ -77,7 +77,7 @@ MUTATIONS = {
         (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "withdraw", "self._release(self.models, range(version, version + 1))", "pass")
+        (Targets, "withdraw", "targets.pop(worker).slab.release()", "targets.pop(worker)")
     ],
     "old updates are taken": [
         (Worker, "_on_update", "update.serial <= self.serial", "False"),
@@ -90,7 +90,7 @@ MUTATIONS = {
     ],
     "messages of other trainers are taken": [(Worker, "receive", "epoch != session.epoch", "False")],
     "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
-    "everybody gets the same": [(Targets, "target", "model.current.get(worker) or ", "")],
+    "everybody gets the same": [(Targets, "target", "current.get(worker) or ", "")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
     "an announcement is used again for other parts": [(Trainer, "_send_due", "!= (key, form)", "!= (last.key, form)")],
     "nobody is asked, because all accepted something else": [

@@ -1158,7 +1158,7 @@ def test_there_is_no_fast_path_where_a_worker_is_to_have_weights_of_its_own() ->
     assert steady(desk) is None
     trained(desk, 0, 1)
     assert desk.target(2) == 3, "what is for everybody replaces what was for one"
-    assert desk.machine.targets.models["policy"].current.keys() == {None}
+    assert desk.machine.targets.models["policy"].keys() == {None}
     assert steady(desk) == [0, 1]
 
 
