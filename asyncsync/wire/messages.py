@@ -696,7 +696,6 @@ def decode_metadata(blob: bytes) -> dict[str, Any]:
 
 # The instructions that may go by the side channel; asyncsync/net/side_channel.py says why these.
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset({Update, Again, Fetch, Staged, Applied, Failed, Released})
-WITH_PAYLOAD: frozenset[type[Instruction]] = frozenset({Update, Again, Chunk, Welcome, Cast})
 FIXED_FORM = 0xC1  # a first byte that msgpack does not use
 FIXED_HEAD = Struct("<BBQQ")  # FIXED_FORM, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version, the descriptor's length plus one; 0: no descriptor
@@ -805,8 +804,6 @@ def _decode_msgpack(header: Buffer) -> Instruction:
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> int:
     """Check the payload frames, and return how many there must be. Raises ProtocolError, also if the fields do not fit
     together."""
-    if type(instruction) not in WITH_PAYLOAD:
-        return 0  # most messages, so this is quicker than to try each case
     match instruction:
         case Update(parts=parts):
             if instruction.metadata:
